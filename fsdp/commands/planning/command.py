@@ -53,8 +53,8 @@ def add_plan(commands: Any) -> None:
         help="kernel of scaled_dot_product_attention: torch's choice, a fused one, or none (default: %(default)s)",
     )
     parser.add_argument("--inputs", help="package.module:function that makes one micro-batch; not needed for language models")
-    parser.add_argument("--batch", type=int, default=1, help="rows of a micro-batch of tokens (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a row (default: %(default)s)")
+    parser.add_argument("--batch", type=int, help="rows of a micro-batch of tokens (default: 1)")
+    parser.add_argument("--length", type=int, help="tokens of a row (default: 2048)")
     parser.add_argument("--micro-batches", type=int, default=1, help="before each step of the optimizer (default: %(default)s)")
     parser.add_argument("--optimizer", default="adamw", choices=[*OPTIMIZERS], help="default: %(default)s")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 and reduce in float32")
@@ -76,9 +76,11 @@ def run_plan(given: argparse.Namespace) -> int:
     """Run `plan`; return the exit status: 0 if a choice fits."""
     if given.html is not None:
         check_packages()
-    for name in ("batch", "length"):
-        if getattr(given, name) < 1:
-            raise ShardingError(f"plan: --{name} is {getattr(given, name)}; give a number, at least 1.")
+    for name, number in (("batch", given.batch), ("length", given.length)):
+        if number is not None and number < 1:
+            raise ShardingError(f"plan: --{name} is {number}; give a number, at least 1.")
+        if number is not None and given.inputs is not None:
+            raise ShardingError(f"plan: --{name} is for inputs that the plan makes, and --inputs makes its own; leave one out.")
     build, inputs = _target(given)
     if given.inputs is not None:
         inputs = _import(given.inputs)
@@ -134,7 +136,7 @@ def _units(text: str) -> UnitsOfClasses | Literal["auto"]:
 
 def _target(given: argparse.Namespace) -> tuple[Callable[[], nn.Module], Callable[[], Any] | None]:
     """What makes the model, and what makes its inputs if that is known."""
-    tokens = partial(make_tokens, given.batch, given.length)
+    tokens = partial(make_tokens, given.batch or 1, given.length or 2048)
     if given.target in SHAPES:
         return partial(Decoder, SHAPES[given.target]), tokens
     if given.target.endswith(".json"):

@@ -305,6 +305,8 @@ def test_a_function_of_ones_own_is_a_target(capsys: pytest.CaptureFixture[str]) 
     target = ["plan", "tests.commands.planning.test_plan:small", "--world-size", "2", "--strategies", "FULL_SHARD"]
     assert main(target) == 1
     assert "says nothing about its inputs; give --inputs package.module:function" in capsys.readouterr().err
+    assert main([*target, "--inputs", "tests.commands.rehearsal.models:tokens", "--batch", "8"]) == 1
+    assert "--batch is for inputs that the plan makes, and --inputs makes its own" in capsys.readouterr().err
     assert main([*target, "--inputs", "tests.commands.rehearsal.models:tokens"]) == 0
 
 
