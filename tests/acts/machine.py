@@ -23,6 +23,9 @@ GRAPHS = 2
 LATER = (Sync(True), Zero(), Undo(), Forward(9), Backward(9), Step())
 """What every program ends with."""
 BACKWARD = "a complete forward and backward"
+INSIDE = ("in a pre-hook", "inside a forward")
+HOOKS = ("in a tensor hook", "in a post-accumulate hook")
+DETACHED = "change a weight through .detach()"
 acts = st.sampled_from(sorted(ACTS))
 blocks = st.integers(0, 1)
 
@@ -43,7 +46,7 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         """Whether gradients are kept since a backward under `no_sync`."""
         self.stepped = True
         self.nests = self.looks = False
-        """Whether a backward was armed inside a forward, and whether an act of `UNSEEN` was armed."""
+        """Whether a backward was armed inside a forward, and whether an act was armed that differs there, or is of `UNSEEN`."""
         self.late = False
         """Whether something is set or armed that is different from plain torch where gradients are kept."""
 
@@ -104,10 +107,14 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
     def arm(self, moment: str, act: str, block: int) -> None:
         known = differs(act, moment, self.door, self.size) or (act, moment) in UNSEEN
         # in a backward inside a forward, hooks of parameters are inside that forward
-        nests = act == BACKWARD and moment in ("in a pre-hook", "inside a forward")
-        looks = any(act == unseen for unseen, _ in UNSEEN)
+        nests = act == BACKWARD and moment in INSIDE
+        looks = any(act == unseen for unseen, _ in UNSEEN) or (
+            moment in HOOKS and any(differs(act, inside, self.door, self.size) for inside in INSIDE)
+        )
         known = known or (nests and self.looks) or (looks and self.nests)
         known = known or (self.is_late(act) and (self.keeps or not self.syncs))
+        # torch fails to detach a DTensor in inference mode, in which the act may come
+        known = known or (self.door == "fully_shard" and act == DETACHED)
         self.nests, self.looks = self.nests or nests, self.looks or looks
         if not known and has_moment(moment, self.door, self.size):
             self.program.append(Arm(moment, act, block))
