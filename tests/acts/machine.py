@@ -26,6 +26,7 @@ BACKWARD = "a complete forward and backward"
 INSIDE = ("in a pre-hook", "inside a forward")
 HOOKS = ("in a tensor hook", "in a post-accumulate hook")
 DETACHED = "change a weight through .detach()"
+POST_HOOK = "add a post-accumulate hook"
 acts = st.sampled_from(sorted(ACTS))
 blocks = st.integers(0, 1)
 
@@ -99,7 +100,8 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
 
     @rule(act=acts, block=blocks)
     def do(self, act: str, block: int) -> None:
-        if not any(differs(act, moment, self.door, self.size) for moment in self.moments()):
+        is_late = self.is_late(act) and (self.keeps or not self.syncs)
+        if not is_late and not any(differs(act, moment, self.door, self.size) for moment in self.moments()):
             self.program.append(Do(act, block))
             self.late |= self.is_late(act)
 
@@ -126,8 +128,8 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         self.late = False
 
     def is_late(self, act: str) -> bool:
-        """Whether an act is different from plain torch where gradients are kept."""
-        return differs(act, "between micro-batches", self.door, self.size)
+        """Whether an act, or what it sets, is different from plain torch where gradients are kept."""
+        return act == POST_HOOK or differs(act, "between micro-batches", self.door, self.size)
 
     def moments(self) -> set[str]:
         """What the moment is called in the table. Several may come together."""
