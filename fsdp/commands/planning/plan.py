@@ -4,7 +4,7 @@ import copy
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
@@ -101,10 +101,11 @@ def plan(
     template = _on_meta(model_or_builder)
     if params is not None:
         template.to(params)
+    summed: list[None] = []
     job = Job(
         build=lambda: _copy_of(template),
         batch=lambda: _batch(inputs),
-        loss=loss or _loss,
+        loss=loss or partial(_loss, summed),
         optimizer=_optimizer(optimizer, found.name != "cpu"),
         world_size=world_size,
         cluster=cluster,
@@ -154,7 +155,11 @@ def plan(
         cluster,
         sum(parameter.numel() for parameter in template.parameters()),
         free,
-        tuple(assumptions(template, job.batch(), precision, next(one.rehearsal for one in ordered if one.rehearsal), free)),
+        tuple(
+            assumptions(
+                template, job.batch(), precision, next(one.rehearsal for one in ordered if one.rehearsal), free, bool(summed)
+            )
+        ),
         None if max_ranks is None else _smallest_ranks(job, candidates, limit, max_ranks),
     )
 
@@ -250,7 +255,8 @@ def _batch(inputs: Callable[[], Any]) -> Batch:
     return Batch(tuple(made) if isinstance(made, tuple | list) else (made,))
 
 
-def _loss(output: Any) -> Tensor:
+def _loss(summed: list[None], output: Any) -> Tensor:
+    """The loss that the model returns, else the sum of what it returns, of which `summed` gets an entry."""
     found = getattr(output, "loss", None)
     if isinstance(output, Mapping):
         found = output.get("loss", found)
@@ -259,6 +265,7 @@ def _loss(output: Any) -> Tensor:
     tensors = list(_tensors(output))
     if not tensors:
         raise ShardingError("plan: the model returns no tensor with a graph; give `loss`, a function of what the model returns.")
+    summed.append(None)
     return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
 
 

@@ -409,6 +409,8 @@ def test_the_dtypes_of_everything_are_stated() -> None:
     assert "optimizer state float32" in str(whole) and "rounds" not in str(whole)
     assert "no optimizer state" in str(plan(optimizer=None))
     assert "A micro-batch of (2, 24) int64." in str(plan())
+    assert "The backward begins at the sum of what the model returns" in str(plan())
+    assert "The backward begins" not in str(plan(loss=lambda output: output.square().mean()))
 
 
 def test_what_a_plan_cannot_see_is_said() -> None:
