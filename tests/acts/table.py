@@ -261,8 +261,14 @@ ON_ONE_RANK: Final = {
 }
 """On one rank shards are ordinary tensors, of which torch counts no change through `.data`, and these strategies keep a copy."""
 
-ON_THREE_RANKS: Final = {("set p.grad_dtype", "in a tensor hook", "torch_fsdp")}
-"""A hook by FSDP1's names runs on the ranks that have a part: here on two, which then get torch's error alone."""
+ON_THREE_RANKS: Final = {("set p.grad_dtype", "in a tensor hook", "torch_fsdp")} | {
+    (act, moment, door)
+    for act in ("replace p.data", "replace p.data, keep the old one", "put the kept p.data back")
+    for moment in (*_IN_FORWARDS, "in a recompute")
+    for door in ("torch_fsdp", "fairscale")
+}
+"""Where shards are ordinary tensors, a rank that holds nothing of a parameter does not see that the others point it at other
+memory inside a forward: they gather its unit again, and all ranks get the error that they disagree. Nor do its hooks run."""
 
 
 def differs(act: str, moment: str, door: str, size: int) -> bool:

@@ -88,11 +88,12 @@ def _(at: Player, block: int) -> None:
 
 @act("call the model frozen, thaw it")
 def _(at: Player, block: int) -> None:
+    trained = [name for name, p in at.parameters().items() if p.requires_grad]
     at.model.requires_grad_(False)
     try:
         at.read("outputs", [output.detach() for output in at.outputs(at.model(at.data(996)))])
     finally:
-        for name in at.trained:
+        for name in trained:
             at.parameters()[name].requires_grad_(True)
 
 
