@@ -51,7 +51,7 @@ def _flags_of_shards_only() -> None:
 
 def _steps_of_unreduced_gradients() -> None:
     patch.object(Engine, "has_unreduced_grads", False).start()
-    patch.object(accumulated, "mark_unreduced", _nothing).start()
+    patch.object(accumulated, "UnreducedGrad", accumulated.ShardTensor).start()
 
 
 def _sizes_of_parts() -> None:
