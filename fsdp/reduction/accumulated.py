@@ -51,8 +51,8 @@ def _unreduced(kind: type[Tensor]) -> type[Tensor]:
 
     torch counts changes of these in place, but not those through `.data`, which are refused.
     """
-    names = {"__slots__": ()} if hasattr(kind, "to_local") else {}
-    return type(f"Unreduced{kind.__name__}", (kind,), {**names, "__torch_function__": classmethod(_refuse_data)})
+    # without slots of its own it can take the place of the class of an object, also of a DTensor
+    return type(f"Unreduced{kind.__name__}", (kind,), {"__slots__": (), "__torch_function__": classmethod(_refuse_data)})
 
 
 def _refuse_data(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:

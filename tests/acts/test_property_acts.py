@@ -99,11 +99,6 @@ FOUND: dict[str, tuple[Program, str, int]] = {
         "fully_shard",
         2,
     ),
-    "a kept gradient of a parameter that one rank holds alone is scaled through .data": (
-        (Sync(False), Forward(9), Backward(9), Do("scale p.grad.data in place", 1), Sync(True), Forward(9), Backward(9)),
-        "torch_fsdp",
-        3,
-    ),
     "a model is converted under no_sync, by FSDP1's names": (
         (Sync(False), Do("convert the model"), Sync(True), Forward(9), Backward(9)),
         "torch_fsdp",

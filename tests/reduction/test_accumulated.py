@@ -236,3 +236,19 @@ def test_an_outer_root_can_be_made_when_nothing_is_kept_under_no_sync_any_more(w
     found = simulate(world_size, one_rank)
     for name, parameter in plain.named_parameters():
         assert_close({name: join([one[name] for one in found], parameter.shape)}, {name: parameter.grad})
+
+
+@on_ranks(3)
+def test_a_kept_gradient_that_one_rank_holds_alone_is_not_scaled_through_data(rank: int) -> None:
+    """The other ranks have gradients of the parameter as well, which such a change would not reach."""
+    model = fsdp.fully_shard(nn.Linear(4, 4), plain_shards=True)
+    with fsdp.no_sync(model):
+        model(torch.ones(1, 4)).sum().backward()
+    gradient = model.bias.grad
+    if rank == 2:
+        assert gradient is not None and gradient.shape == (4,)
+        with pytest.raises(fsdp.ShardingError, match=r"`\.data` of a gradient that is kept under no_sync"):
+            gradient.data.mul_(0.5)
+    model(torch.ones(1, 4)).sum().backward()
+    if rank == 2:
+        assert torch.equal(gradients_of(model)["bias"], torch.full((4,), 2.0))

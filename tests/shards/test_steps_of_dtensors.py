@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fsdp
 from fsdp.compat.fully_shard import fully_shard
@@ -90,3 +92,31 @@ def test_state_keeps_its_objects_and_a_closure_is_called() -> None:
         assert all(optimizer.state[model.weight][key] is value for key, value in kept.items())
 
     fsdp.simulate(2, on_rank)
+
+
+class DTensorsSeen(TorchDispatchMode):
+    """Counts the operators that are called with DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += any(isinstance(one, DTensor) for one in tree_leaves((args, kwargs)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_no_operator_of_a_step_is_called_with_a_dtensor(foreach: bool) -> None:
+    def on_rank(rank: int) -> tuple[int, int]:
+        model: Any = fully_shard(nn.Linear(4, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1, foreach=foreach)
+        model(torch.ones(2, 4)).sum().backward()
+        with DTensorsSeen() as first:
+            optimizer.step()
+        model(torch.ones(2, 4)).sum().backward()
+        with DTensorsSeen() as later:
+            optimizer.step()
+        return first.count, later.count
+
+    assert fsdp.simulate(2, on_rank) == [(0, 0), (0, 0)]

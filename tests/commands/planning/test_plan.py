@@ -150,6 +150,21 @@ def test_links_inside_a_host_and_between_hosts_carry_at_the_same_time() -> None:
     assert clock.latency == pytest.approx(2 * inside)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "bandwidth"),
+    [
+        ((0, 1, 2, 3), 1e9),  # inside a host
+        ((0, 4), 1e8),  # one rank on each host
+        ((0, 1, 4, 5), 2e8),  # both links of a host together
+        (tuple(range(8)), 4e8),
+        (tuple(range(64)), 4e8),
+    ],
+)
+def test_the_ranks_of_a_host_share_their_links_to_other_hosts(ranks: tuple[int, ...], bandwidth: float) -> None:
+    assert Cluster(FAST, Link(1e8, 0.0), per_host=4).link_of(ranks).bandwidth == bandwidth
+    assert Cluster(FAST, Link(8e8, 0.0), per_host=4).link_of((0, 1, 4, 5)).bandwidth == FAST.link.bandwidth
+
+
 # choices of units that nobody named ---------------------------------------------------------
 
 
@@ -402,6 +417,8 @@ def test_the_dtypes_of_everything_are_stated() -> None:
     policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     assert "Parameters and gradients float32, optimizer state float32; computing in float32, reducing in float32." in str(plan())
     assert "optimizer state float32; computing in bfloat16, reducing in float32." in str(plan(mp_policy=policy))
+    counted = "Products in float32 are counted as TF32"
+    assert counted in str(plan()) and counted not in str(plan(mp_policy=policy))
     half = str(plan(model=lambda: GPT.build().bfloat16()))
     assert "Parameters and gradients bfloat16, optimizer state bfloat16; computing in bfloat16" in half
     assert "The optimizer rounds its state and every update to 16 bits" in half
