@@ -1,8 +1,8 @@
 """A rank that trains until a peer fails: python -m tests.hosts.program RANK SIZE FOLDER SECONDS
 
 It traces its first steps, and then writes `FOLDER / "trace-RANK.json"`, its trace, and `FOLDER / "RANK.stats"`, its waits and its
-process. How it ended is in `FOLDER / "RANK.json"`: the error, the rank that the error names, and the clock. `SECONDS`: what the
-last rank sleeps before each step, as a slow data loader does.
+process. How it ended is in `FOLDER / "RANK.json"`: the error, and the rank that the error names. `SECONDS`: what the last rank
+sleeps before each step, as a slow data loader does.
 """
 
 import json
@@ -54,7 +54,7 @@ def main(rank: int, size: int, folder: Path, seconds: float) -> None:
             step += 1
     except Exception as error:
         found = {"error": type(error).__name__, "text": str(error), "rank": getattr(error, "rank", None)}
-    (folder / f"{rank}.json").write_text(json.dumps({**found, "step": step, "clock": time.time()}))
+    (folder / f"{rank}.json").write_text(json.dumps({**found, "step": step}))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.comm.failure.desync import STALL_SECONDS
 from fsdp.commands.main import main as fsdp_command
 from tests.hosts.program import PORT
 from tests.support.everything import EVERYTHING
@@ -18,9 +17,8 @@ pytestmark = pytest.mark.gloo
 MakeHosts = Callable[[int], Hosts]
 RANKS = 3
 HOST_SECONDS = 3.0
-PEER_SECONDS = 2.0
-SLACK = 3.0
-"""For a machine that has other work."""
+LIMIT = 60.0
+"""Seconds within which the others must name a lost rank: gloo alone would end their waits after 30 minutes."""
 
 
 def start(hosts: Hosts, folder: Path, seconds: float) -> list[Rank]:
@@ -70,16 +68,14 @@ def waits_of(folder: Path) -> list[float]:
     return [json.loads((folder / f"{rank}.stats").read_text()) for rank in range(RANKS)]
 
 
-def lose(hosts: Hosts, folder: Path, ranks: list[Rank], how: str, within: float) -> None:
-    """Lose the last host; the others must name its rank in time."""
+def lose(hosts: Hosts, folder: Path, ranks: list[Rank], how: str) -> None:
+    """Lose the last host; the others must name its rank."""
     lost = hosts[-1]
-    begin = time.time()
     {"link": lost.cut, "power": lost.lose_power, "processes": lost.delete}[how]()
-    await_files(ranks, folder, [f"{rank}.json" for rank in range(RANKS - 1)], within + 10, may_end=True)
+    await_files(ranks, folder, [f"{rank}.json" for rank in range(RANKS - 1)], LIMIT, may_end=True)
     for rank in range(RANKS - 1):
         ended = json.loads((folder / f"{rank}.json").read_text())
         assert (ended["error"], ended["rank"]) == ("PeerFailed", RANKS - 1), ended
-        assert ended["clock"] - begin < within, ended
 
 
 def test_who_listens_who_is_slow_and_who_is_lost(
@@ -106,19 +102,16 @@ def test_who_listens_who_is_slow_and_who_is_lost(
     waits = waits_of(tmp_path)
     assert min(range(RANKS), key=waits.__getitem__) == RANKS - 1, waits
 
-    lose(hosts, tmp_path, ranks, "link", HOST_SECONDS + STALL_SECONDS + PEER_SECONDS + SLACK)
+    lose(hosts, tmp_path, ranks, "link")
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="FSDP_TESTS=all")
-@pytest.mark.parametrize(
-    ("how", "within"),
-    [("power", HOST_SECONDS + STALL_SECONDS + PEER_SECONDS + SLACK), ("processes", PEER_SECONDS + SLACK)],
-)
-def test_a_lost_host_is_named(make_hosts: MakeHosts, tmp_path: Path, how: str, within: float) -> None:
+@pytest.mark.parametrize("how", ["power", "processes"])
+def test_a_lost_host_is_named(make_hosts: MakeHosts, tmp_path: Path, how: str) -> None:
     hosts = make_hosts(RANKS)
     ranks = start(hosts, tmp_path, 0.0)
     await_files(ranks, tmp_path, [f"{rank}.stats" for rank in range(RANKS)], 60)
-    lose(hosts, tmp_path, ranks, how, within)
+    lose(hosts, tmp_path, ranks, how)
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="FSDP_TESTS=all")
