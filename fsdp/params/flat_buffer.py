@@ -82,9 +82,11 @@ class FlatBuffer:
             self.shard = self._own_shard = self._shard_memory(originals[0].dtype)
             self.is_shared = self.is_replicated and dtype == self.shard.dtype and not self.home.copies
             self.unsharded = self.shard if self.is_shared else torch.empty(self.layout.numel, dtype=dtype, device=self.device)
+            self._views = self.views_of(self.unsharded)
+            """Where the unsharded parameters lie, also while there is no memory: no view can be made then."""
             self.unsharded_params = tuple(
                 _unsharded_param(info.parameter, placement.unsharded(view.data))
-                for info, placement, view in zip(param_infos, self.placements, self.views_of(self.unsharded), strict=True)
+                for info, placement, view in zip(param_infos, self.placements, self._views, strict=True)
             )
             self._local_unsharded = [p if (local := local_of(p)) is None else local for p in self.unsharded_params]
             self.key = storage_key(self.unsharded)
@@ -346,10 +348,9 @@ class FlatBuffer:
         for i, unsharded in enumerate(self.unsharded_params):
             changed[i] |= unsharded.grad is not None
             unsharded.grad = None
-        # without memory, a backward inside the forward has begun, and taken what was pointed elsewhere before
-        places = self._places() if self.unsharded.untyped_storage().size() else []
-        for i, (parameter, view) in enumerate(zip(self._local_unsharded, places, strict=False)):
-            if parameter.data_ptr() != view.data_ptr():
+        # not by address: an inner forward that failed has freed the memory already
+        for i, (parameter, view) in enumerate(zip(self._local_unsharded, self._places(), strict=True)):
+            if storage_key(parameter) != storage_key(view) or parameter.storage_offset() != view.storage_offset():
                 changed[i], parameter.data = True, view.data
         return [info.names[0] for info, one in zip(self.param_infos, changed, strict=True) if one]
 
@@ -375,7 +376,7 @@ class FlatBuffer:
 
     def _places(self) -> list[Tensor]:
         """Where each unsharded parameter lies, unless a forward has pointed it at other memory."""
-        return [plain(p) for p in self.sharded_params] if self.is_shared else self.views_of(self.unsharded)
+        return [plain(p) for p in self.sharded_params] if self.is_shared else self._views
 
     def _unsharded_pointers(self) -> list[int]:
         """Where each unsharded parameter with elements lies, unless a forward has pointed it at other memory."""
