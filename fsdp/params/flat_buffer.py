@@ -21,7 +21,7 @@ from fsdp.params.use_after_free import refuse_freed_reads
 from fsdp.params.wire import Wire, WireOfSegments
 from fsdp.shards.dtensors import local_of, refuse_own_gathers
 from fsdp.shards.refusals import refuse_grad_dtype
-from fsdp.shards.shard_parameter import moved_shards
+from fsdp.shards.shard_parameter import flag_changes, moved_shards
 from fsdp.shards.shard_tensor import plain, quick_attributes
 
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
@@ -115,6 +115,8 @@ class FlatBuffer:
         self._own_addresses = (self._own_shard.data_ptr(), self._addresses())
         """Where the own memory of the shard lies, and where each sharded parameter lies in it."""
         self.requires_grad_flags = [p.requires_grad for p in originals]
+        self._flag_changes = -1
+        """`flag_changes` when `requires_grad_flags` were last found right. Shards that count no changes are asked each time."""
         """`requires_grad` of each parameter, as of the last forward."""
         self._nonempty = [i for i, p in enumerate(self._local_unsharded) if p.numel()]
         self._with_memory = [self._local_unsharded[i] for i in self._nonempty]
@@ -291,13 +293,22 @@ class FlatBuffer:
             f"{shard.device}. Convert or move the module before wrapping it; for another compute precision give mp_policy."
         )
 
+    def current_flags(self) -> list[bool]:
+        """`requires_grad` of each sharded parameter."""
+        if self._flag_changes == flag_changes.count:
+            return self.requires_grad_flags
+        with quick_attributes():
+            return [*map(_REQUIRES_GRAD, self.sharded_params)]
+
     def sync_requires_grad(self) -> bool:
         """Copy `requires_grad` from the sharded to the unsharded parameters; return whether any changed."""
-        with quick_attributes():
-            flags = [*map(_REQUIRES_GRAD, self.sharded_params)]
-            if self.asks_addresses:  # a shard refuses at once
-                self.refuse_grad_dtypes()
-        return flags != self.requires_grad_flags and self._set_requires_grad(flags)
+        if self.asks_addresses:  # a shard refuses at once
+            self.refuse_grad_dtypes()
+        flags = self.current_flags()
+        changed = flags != self.requires_grad_flags and self._set_requires_grad(flags)
+        if not self.asks_addresses:
+            self._flag_changes = flag_changes.count
+        return changed
 
     def refuse_grad_dtypes(self) -> None:
         """Raise ShardingError if the user has set `grad_dtype` of a sharded parameter to another dtype than its own."""

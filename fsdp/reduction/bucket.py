@@ -5,7 +5,7 @@ Rule 1: the attributes of a bucket are written in its class alone. What may happ
 
 from collections.abc import Hashable, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_, is_not
+from operator import and_, attrgetter, is_, is_not
 from typing import Final
 
 import torch
@@ -343,11 +343,12 @@ class Bucket:
         flat = self.flat
         gradients = self._shard_grads(reduced)
         targets, summands = [], []
+        takes = used if self.expects_accumulated else [*map(and_, used, flat.current_flags())]
         with quick_attributes():
             for i, gradient in zip(flat.local_params, gradients, strict=True):
-                param = flat.sharded_params[i]
-                if not used[i] or not (param.requires_grad or self.expects_accumulated):
+                if not takes[i]:
                     continue
+                param = flat.sharded_params[i]
                 if param._post_accumulate_grad_hooks:
                     hooked.append(i)
                 before = param.grad
@@ -364,13 +365,12 @@ class Bucket:
         # the rest belongs to parameters of which this rank holds no element
         self.drop_all_accumulated()
         with quick_attributes():
-            accumulates, dtype = self.expects_accumulated, flat.shard.dtype
             for i, param, gradient in flat.empty_shards:
-                if used[i] and (accumulates or param.requires_grad):
+                if takes[i]:
                     if param._post_accumulate_grad_hooks:
                         hooked.append(i)
                     # a conversion of the model, undone since, has converted it as well
-                    param.grad = gradient if gradient.dtype is dtype else gradient.to(dtype)
+                    param.grad = gradient if gradient.dtype is flat.shard.dtype else gradient.to(flat.shard.dtype)
         self.expects_accumulated = False
         # in one order on all ranks, because a hook may call a collective
         return [flat.sharded_params[i] for i in sorted(hooked)]

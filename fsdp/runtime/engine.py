@@ -13,9 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
-from operator import attrgetter
-from typing import Final
 
 import torch
 from torch.autograd import Variable, profiler
@@ -39,7 +36,7 @@ from fsdp.runtime.hook_actions import HookActions, PassWatcher
 from fsdp.runtime.launch_gathers import Gathers, gather_sizes
 from fsdp.runtime.prefetch import PassSchedules
 from fsdp.runtime.stale_params import StaleParams
-from fsdp.shards.shard_tensor import quick_attributes
+from fsdp.shards.shard_parameter import flag_changes
 from state_machine import (
     Action,
     BackwardEvent,
@@ -53,8 +50,6 @@ from state_machine import (
     ResidencyState,
     Root,
 )
-
-_REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
 
 class Engine:
@@ -70,7 +65,8 @@ class Engine:
     ) -> None:
         self.units = tuple(units)
         self._has_plain_shards = any(flat.asks_addresses for unit in units for flat in unit.flats)
-        self._sharded_params = tuple([p for unit in units for p in unit.sharded_params])
+        self._flag_changes = -1
+        """`flag_changes` when the flags of all units were last looked at."""
         self.comms = comms
         self.tracker = tracker
         self.synchronises = True
@@ -428,14 +424,10 @@ class Engine:
 
     def _sync_requires_grad(self) -> None:
         """Apply changes of `requires_grad` before a backward: autograd drops the gradient of a parameter that is frozen then."""
-        if self._has_plain_shards:  # their `grad_dtype` is looked at as well
-            flags = None
-        else:
-            with quick_attributes():
-                flags = [*map(_REQUIRES_GRAD, self._sharded_params)]
-        if flags != [*chain.from_iterable([flat.requires_grad_flags for unit in self.units for flat in unit.flats])]:
+        if self._has_plain_shards or self._flag_changes != flag_changes.count:
             for unit in self.units:
                 unit.sync_requires_grad()
+            self._flag_changes = flag_changes.count
 
     def _begin_pass(self, is_forward: bool) -> None:
         self._stale_params.show_to_gathers(is_forward)

@@ -4,7 +4,7 @@ torch.utils.swap_tensors refuses parameters that have weak references, and units
 """
 
 from itertools import count
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,40 @@ from fsdp.shards.info import ShardInfo
 from fsdp.shards.shard_tensor import ShardTensor, make_shard
 
 
+class FlagChanges:
+    """How often `requires_grad` of a shard was set, in the whole process. While it stays, no flag needs to be read."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> None:
+        """Once more."""
+        self.count += 1
+
+
+flag_changes: Final = FlagChanges()
+
+
 class ShardParameter(ShardTensor, nn.Parameter):
     """This rank's part of a parameter."""
 
     is_parameter = True
+
+    def _set_requires_grad(self, requires_grad: bool) -> None:
+        flag_changes.add()
+        Tensor.requires_grad.__set__(self, requires_grad)  # type: ignore[attr-defined]
+
+    requires_grad = property(Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[attr-defined]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        flag_changes.add()
+        return super().requires_grad_(requires_grad)
+
+    def detach_(self) -> Any:
+        flag_changes.add()
+        return super().detach_()
 
     @property
     def data(self) -> Tensor:
