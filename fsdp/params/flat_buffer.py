@@ -21,9 +21,11 @@ from fsdp.params.use_after_free import refuse_freed_reads
 from fsdp.params.wire import Wire, WireOfSegments
 from fsdp.shards.dtensors import local_of, refuse_own_gathers
 from fsdp.shards.refusals import refuse_grad_dtype
-from fsdp.shards.shard_parameter import flag_changes, moved_shards
+from fsdp.shards.shard_parameter import moved_shards, shard_changes
 from fsdp.shards.shard_tensor import plain, quick_attributes
 
+_BACKWARD_HOOKS: Final = attrgetter("_backward_hooks")
+_POST_HOOKS: Final = attrgetter("_post_accumulate_grad_hooks")
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 _VERSION: Final = attrgetter("_version")
 _ADDRESS: Final = Tensor.data_ptr
@@ -115,8 +117,10 @@ class FlatBuffer:
         self._own_addresses = (self._own_shard.data_ptr(), self._addresses())
         """Where the own memory of the shard lies, and where each sharded parameter lies in it."""
         self.requires_grad_flags = [p.requires_grad for p in originals]
-        self._flag_changes = -1
-        """`flag_changes` when `requires_grad_flags` were last found right. Shards that count no changes are asked each time."""
+        self._flags_seen = -1
+        """`shard_changes` when `requires_grad_flags` were last found right. Shards that count no changes are asked each time."""
+        self._unhooked_at = -1
+        """`shard_changes` when no shard was last found to have a hook of the user."""
         """`requires_grad` of each parameter, as of the last forward."""
         self._nonempty = [i for i, p in enumerate(self._local_unsharded) if p.numel()]
         self._with_memory = [self._local_unsharded[i] for i in self._nonempty]
@@ -295,7 +299,7 @@ class FlatBuffer:
 
     def current_flags(self) -> list[bool]:
         """`requires_grad` of each sharded parameter."""
-        if self._flag_changes == flag_changes.count:
+        if self._flags_seen == shard_changes.count:
             return self.requires_grad_flags
         with quick_attributes():
             return [*map(_REQUIRES_GRAD, self.sharded_params)]
@@ -307,8 +311,20 @@ class FlatBuffer:
         flags = self.current_flags()
         changed = flags != self.requires_grad_flags and self._set_requires_grad(flags)
         if not self.asks_addresses:
-            self._flag_changes = flag_changes.count
+            self._flags_seen = shard_changes.count
         return changed
+
+    def may_be_hooked(self) -> bool:
+        """Whether a sharded parameter may have a hook of the user."""
+        if self._unhooked_at == shard_changes.count:
+            return False
+        with quick_attributes():
+            hooks = [*map(_BACKWARD_HOOKS, self.sharded_params)]
+            found = max(map(len, filter(None, hooks)), default=0) > 1  # one hook is the engine's own
+            found = found or any(map(_POST_HOOKS, self.sharded_params))
+        if not found and not self.asks_addresses:
+            self._unhooked_at = shard_changes.count
+        return found
 
     def refuse_grad_dtypes(self) -> None:
         """Raise ShardingError if the user has set `grad_dtype` of a sharded parameter to another dtype than its own."""

@@ -36,7 +36,7 @@ from fsdp.runtime.hook_actions import HookActions, PassWatcher
 from fsdp.runtime.launch_gathers import Gathers, gather_sizes
 from fsdp.runtime.prefetch import PassSchedules
 from fsdp.runtime.stale_params import StaleParams
-from fsdp.shards.shard_parameter import flag_changes
+from fsdp.shards.shard_parameter import shard_changes
 from state_machine import (
     Action,
     BackwardEvent,
@@ -65,8 +65,8 @@ class Engine:
     ) -> None:
         self.units = tuple(units)
         self._has_plain_shards = any(flat.asks_addresses for unit in units for flat in unit.flats)
-        self._flag_changes = -1
-        """`flag_changes` when the flags of all units were last looked at."""
+        self._flags_seen = -1
+        """`shard_changes` when the flags of all units were last looked at."""
         self.comms = comms
         self.tracker = tracker
         self.synchronises = True
@@ -424,10 +424,10 @@ class Engine:
 
     def _sync_requires_grad(self) -> None:
         """Apply changes of `requires_grad` before a backward: autograd drops the gradient of a parameter that is frozen then."""
-        if self._has_plain_shards or self._flag_changes != flag_changes.count:
+        if self._has_plain_shards or self._flags_seen != shard_changes.count:
             for unit in self.units:
                 unit.sync_requires_grad()
-            self._flag_changes = flag_changes.count
+            self._flags_seen = shard_changes.count
 
     def _begin_pass(self, is_forward: bool) -> None:
         self._stale_params.show_to_gathers(is_forward)
