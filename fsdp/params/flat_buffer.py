@@ -25,6 +25,7 @@ from fsdp.shards.shard_parameter import moved_shards, shard_changes
 from fsdp.shards.shard_tensor import plain, quick_attributes
 
 _BACKWARD_HOOKS: Final = attrgetter("_backward_hooks")
+_GRAD_DTYPE: Final = attrgetter("grad_dtype")
 _POST_HOOKS: Final = attrgetter("_post_accumulate_grad_hooks")
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 _VERSION: Final = attrgetter("_version")
@@ -328,6 +329,8 @@ class FlatBuffer:
 
     def refuse_grad_dtypes(self) -> None:
         """Raise ShardingError if the user has set `grad_dtype` of a sharded parameter to another dtype than its own."""
+        if {self.shard.dtype, None}.issuperset(map(_GRAD_DTYPE, self.sharded_params)):
+            return
         for i, parameter in enumerate(self.sharded_params):
             dtype = parameter.grad_dtype
             if dtype is not parameter.dtype and dtype is not None:
