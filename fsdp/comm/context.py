@@ -12,6 +12,7 @@ NO_SHARD        each rank alone   all ranks
 from typing import Final, NamedTuple
 
 from fsdp.comm.communicator import Communicator
+from fsdp.comm.failure.peer_monitor import ROUTED
 from fsdp.log import LOG
 
 # The names of communicators in stories and errors. Each is an attribute of CommContext without its "_comm".
@@ -49,6 +50,8 @@ class CommContext(NamedTuple):
     """Those of units of the root that share their work with some of its ranks alone, such as experts."""
     across: Communicator | None = None
     """Connects all ranks of all meshes of the root, those of tensor parallelism too; None if there are no others."""
+    routed: tuple[Communicator, ...] = ()
+    """Those of the other dimensions: tensor, expert and pipeline parallelism. torch calls them, and the engine does not."""
 
     @property
     def joint(self) -> Communicator:
@@ -72,7 +75,7 @@ class CommContext(NamedTuple):
 
     def same_ranks_as(self, other: "CommContext") -> bool:
         """Whether both connect the same ranks, in the same roles. The number of lanes may differ."""
-        mine, others = (one._replace(lanes=one.lanes[:1], inner=(), across=None) for one in (self, other))
+        mine, others = (one._replace(lanes=one.lanes[:1], inner=(), across=None, routed=()) for one in (self, other))
         return mine == others
 
     def lane(self, number: int) -> Lane:
@@ -99,7 +102,8 @@ class CommContext(NamedTuple):
     def epoch(self) -> int:
         """A number that increases with every abandoned step of any model on these communicators."""
         across = 0 if self.across is None else self.across.epoch()
-        return self.shard_comm.epoch() + self.world_comm.epoch() + across + sum([one.epoch() for one in self.inner])
+        others = sum([one.epoch() for one in self.inner]) + sum([one.epoch() for one in self.routed])
+        return self.shard_comm.epoch() + self.world_comm.epoch() + across + others
 
     def each(self) -> dict[str, Communicator]:
         """Every communicator once, by name."""
@@ -113,6 +117,7 @@ class CommContext(NamedTuple):
         own = {name: comm for name, comm in found.items() if names[id(comm)] == name}
         if self.across is not None:
             own[JOINT_NAME] = self.across
+        own |= {lane_name(ROUTED, number): comm for number, comm in enumerate(self.routed)}
         for number, one in enumerate(self.inner):
             own |= {f"inner {lane_name(name, number)}": comm for name, comm in one.each().items()}
         return own

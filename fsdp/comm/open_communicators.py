@@ -6,7 +6,7 @@ Each process group has a `PeerMonitor`, which all communicators over its ranks s
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from math import prod
@@ -21,9 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp.comm import simulated
 from fsdp.comm.communicator import Communicator, SingleRankCommunicator
 from fsdp.comm.context import JOINT_NAME, REDUCE_NAME, REPLICA_NAME, SHARD_NAME, WORLD_NAME, CommContext, Lane, lane_name
-from fsdp.comm.failure.peer_monitor import PeerMonitor, at_end
+from fsdp.comm.failure.peer_monitor import ROUTED, PeerMonitor, at_end
 from fsdp.comm.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
 from fsdp.comm.process_group import DeviceCommunicator, GlooCommunicator, ProcessGroupCommunicator
+from fsdp.comm.routed_group import RoutedCommunicator, RoutedGroup, carrier_of, route
+from fsdp.comm.simulated_group import SimulatedGroup
 from fsdp.config import MeshKind
 from fsdp.errors import ShardingError, require_package
 
@@ -42,6 +44,7 @@ _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Communicator]] =
 _peers_of: weakref.WeakKeyDictionary[dist.ProcessGroup, PeerMonitor | None] = weakref.WeakKeyDictionary()
 _of_parent: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """The default group of the process that this one is a fork of, whose rank does not end with the fork."""
+_routed: weakref.WeakKeyDictionary[dist.ProcessGroup, RoutedGroup] = weakref.WeakKeyDictionary()
 _background: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
 _Flattened = weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]
 _flattened: weakref.WeakKeyDictionary[dist.ProcessGroup, _Flattened] = weakref.WeakKeyDictionary()
@@ -107,6 +110,33 @@ def open_across(mesh: Any, comms: CommContext, ranks: tuple[int, ...]) -> CommCo
         return comms._replace(across=here.comm(JOINT_NAME, ranks))
     group = _group_of(mesh.get_group(mesh.ndim - 1), ranks)
     return comms._replace(across=_own_comm(group, JOINT_NAME))
+
+
+def open_routed(comms: CommContext, groups: Iterable[dist.ProcessGroup]) -> CommContext:
+    """`comms` with the user's groups of the other dimensions, to which failures are passed on. Communicates the first time.
+
+    Over gloo the groups are routed (routed_group.py). Those of a device are aborted together with the communicators of `comms`.
+    """
+    found = [one for group in groups if (one := _routed_group(group, comms)) is not None]
+    comms = comms._replace(routed=tuple(one.comm for one in found))
+    for one in found:
+        one.beside.add(comms.each().values())
+    return comms
+
+
+def _routed_group(group: dist.ProcessGroup, comms: CommContext) -> RoutedGroup | SimulatedGroup | None:
+    """The group that stands for `group`, if a step that is abandoned can end its calls."""
+    if isinstance(group, RoutedGroup | SimulatedGroup):
+        return group
+    if dist.get_world_size(group) > 1 and _is_of_gloo(group):
+        comm = _comm(group, ROUTED, lambda peers: group)
+        assert isinstance(comm, RoutedCommunicator)
+        return _routed.setdefault(group, route(group, comm))
+    across = comms.across
+    peers = _peers_in(across.group) if isinstance(across, ProcessGroupCommunicator) else None
+    if isinstance(peers, DevicePeerMonitor):
+        peers.add_abort(partial(_abort, weakref.ref(group)))
+    return None
 
 
 def background_comm(world_comm: Communicator) -> Communicator:
@@ -269,6 +299,8 @@ def _comm(group: dist.ProcessGroup, name: str, carrier: Callable[[PeerMonitor | 
 
 
 def _open(group: dist.ProcessGroup, carries: dist.ProcessGroup, name: str, peers: PeerMonitor | None) -> Communicator:
+    if name == ROUTED and peers is not None:
+        return RoutedCommunicator(group, peers)
     kinds = [device.type for device in group._device_types]
     if kinds and "cpu" not in kinds:
         return DeviceCommunicator(carries, name, peers)
@@ -347,6 +379,11 @@ def _gloo(group: dist.ProcessGroup) -> Any:
     return found if isinstance(found, getattr(dist, "ProcessGroupGloo", ())) else None
 
 
+def _is_of_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether all tensors are communicated by gloo."""
+    return _gloo(group) is not None and len({id(group._get_backend(device)) for device in group._device_types}) == 1
+
+
 def _peers(group: dist.ProcessGroup) -> PeerMonitor | None:
     """Make the monitor that all communicators over the ranks of a group share."""
     if dist.get_backend(group) == "fake":
@@ -359,9 +396,11 @@ def _peers(group: dist.ProcessGroup) -> PeerMonitor | None:
     time_out = (group._get_backend(_CUDA) if gloo is None else gloo).options._timeout
     place = _in_store(group, store)
     _, scope, _, rank = place
+    devices = group._device_types
 
     def connect(more: str) -> Any:
-        return dist.ProcessGroupGloo(scope(f"connections/{more}"), rank, size, time_out)
+        connected = dist.ProcessGroupGloo(scope(f"connections/{more}"), rank, size, time_out)
+        return carrier_of(connected, devices) if more.endswith(f"/{ROUTED}") else connected
 
     args, limit = (*place, None if gloo is None else connect), time_out.total_seconds()
     peers = DevicePeerMonitor(*args, _watchdog, limit) if on_device else PeerMonitor(*args, limit)

@@ -21,7 +21,7 @@ from fsdp.autograd.frames import in_backward
 from fsdp.comm.communicator import CallRecorder, CarriesHostTensors, ReduceOp, as_bytes
 from fsdp.comm.failure.desync import RECENT, WatchedWork
 from fsdp.comm.failure.peer_monitor import PeerMonitor
-from fsdp.comm.failure.pending_call import OBJECTS, Wait, names_a_unit
+from fsdp.comm.failure.pending_call import OBJECTS, PendingCall, Wait, names_a_unit
 from fsdp.comm.work import AllToAllReduceScatter, Work, WorkBatch, all_reduce_by_exchange, reduce_scatter_by_exchange
 from fsdp.errors import PeerFailed, ShardingError
 
@@ -81,8 +81,13 @@ class ProcessGroupCommunicator:
         try:
             return WatchedWork(launch(peers.connections.get(name, group)), peers.detector, describe)
         except RuntimeError as failure:
-            peers.detector.explain_failure(failure, describe().where)
+            self._explain(failure, describe)
             raise
+
+    def _explain(self, failure: RuntimeError, describe: Callable[[], PendingCall]) -> None:
+        """Raise the reason why a call could not be launched, if a peer is the reason."""
+        if self._peers is not None:
+            self._peers.detector.explain_failure(failure, describe().where)
 
     @property
     def group(self) -> dist.ProcessGroup:
