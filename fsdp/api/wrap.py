@@ -341,7 +341,9 @@ def fully_shard(
     around = groups_around(mesh, given)
     intercept_engine_calls(translate_shards)
     dtensor_mesh = open_mesh(process_group, mesh, device_of(plan)) if config.dtensors else None
-    comms = open_routed(open_comms(*ranks, config.reduction.streams)._replace(across=comms.across), around)
+    comms = open_comms(*ranks, config.reduction.streams)._replace(across=comms.across)
+    for group in around:
+        comms = open_routed(group, comms)[1]
     with torch.inference_mode(False):  # the shards can be trained, also if the module is wrapped in inference mode
         build(plan, config, comms, param_init_fn, (*(ignored_modules or ()), *(ignored_params or ())), dtensor_mesh)
     return module

@@ -41,6 +41,11 @@ def ranks_around(mesh: Any, tensors: Iterable[Any]) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def is_part(mesh: Any) -> bool:
+    """Whether `mesh` is a part of a mesh with more ranks."""
+    return isinstance(mesh, DeviceMesh) and mesh._get_root_mesh().size() > mesh.size()
+
+
 def groups_around(mesh: Any, tensors: Iterable[Any]) -> list[ProcessGroup]:
     """The groups over which some of `tensors` are spread, without those of `mesh`. Does not communicate."""
     if not isinstance(mesh, DeviceMesh):

@@ -6,7 +6,7 @@ Each process group has a `PeerMonitor`, which all communicators over its ranks s
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from math import prod
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp.comm import simulated
 from fsdp.comm.communicator import Communicator, SingleRankCommunicator
 from fsdp.comm.context import JOINT_NAME, REDUCE_NAME, REPLICA_NAME, SHARD_NAME, WORLD_NAME, CommContext, Lane, lane_name
+from fsdp.comm.dtensor_mesh import is_part
 from fsdp.comm.failure.peer_monitor import ROUTED, PeerMonitor, at_end
 from fsdp.comm.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
 from fsdp.comm.process_group import DeviceCommunicator, GlooCommunicator, ProcessGroupCommunicator
@@ -102,7 +103,12 @@ def open_comms(process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int = 
 
 
 def open_across(mesh: Any, comms: CommContext, ranks: tuple[int, ...]) -> CommContext:
-    """`comms` over `mesh`, with a communicator among `ranks` besides, if they are more. Communicates the first time."""
+    """`comms` over `mesh`, with a communicator among `ranks` besides, if they are more. Communicates.
+
+    `ranks`: as this rank sees it. If some rank sees more of them, all of them meet, to compare what they are about to build.
+    """
+    if is_part(mesh):
+        ranks = tuple(sorted({one for seen in comms.world_comm.gather_objects(ranks, "fully_shard") for one in seen}))
     if set(ranks) <= set(comms.world_comm.ranks) or len(ranks) < 2:
         return comms
     here = simulated.current_rank()
@@ -112,31 +118,33 @@ def open_across(mesh: Any, comms: CommContext, ranks: tuple[int, ...]) -> CommCo
     return comms._replace(across=_own_comm(group, JOINT_NAME))
 
 
-def open_routed(comms: CommContext, groups: Iterable[dist.ProcessGroup]) -> CommContext:
-    """`comms` with the user's groups of the other dimensions, to which failures are passed on. Communicates the first time.
+def open_routed(group: dist.ProcessGroup | None, comms: CommContext) -> tuple[Any, CommContext]:
+    """Pass failures on to a group of the user, of another dimension (None: the default one). Communicates the first time.
 
-    Over gloo the groups are routed (routed_group.py). Those of a device are aborted together with the communicators of `comms`.
+    Over gloo the group is routed (routed_group.py). A group of a device is aborted together with the communicators of `comms`.
+    Returns what stands for the group from now on, and `comms` with it.
     """
-    found = [one for group in groups if (one := _routed_group(group, comms)) is not None]
-    comms = comms._replace(routed=tuple(one.comm for one in found))
-    for one in found:
+    one = _routed_group(group or _default_group())
+    if isinstance(one, RoutedGroup | SimulatedGroup):
+        comms = comms._replace(routed=(*comms.routed, one.comm))
         one.beside.add(comms.each().values())
-    return comms
-
-
-def _routed_group(group: dist.ProcessGroup, comms: CommContext) -> RoutedGroup | SimulatedGroup | None:
-    """The group that stands for `group`, if a step that is abandoned can end its calls."""
-    if isinstance(group, RoutedGroup | SimulatedGroup):
-        return group
-    if dist.get_world_size(group) > 1 and _is_of_gloo(group):
-        comm = _comm(group, ROUTED, lambda peers: group)
-        assert isinstance(comm, RoutedCommunicator)
-        return _routed.setdefault(group, route(group, comm))
+        return one, comms
     across = comms.across
     peers = _peers_in(across.group) if isinstance(across, ProcessGroupCommunicator) else None
     if isinstance(peers, DevicePeerMonitor):
-        peers.add_abort(partial(_abort, weakref.ref(group)))
-    return None
+        peers.add_abort(partial(_abort, weakref.ref(one)))
+    return group, comms
+
+
+def _routed_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group that stands for `group`: itself, if it cannot be routed."""
+    if isinstance(group, RoutedGroup | SimulatedGroup) or dist.get_world_size(group) == 1 or not _is_of_gloo(group):
+        return group
+    if group not in _routed:
+        comm = _comm(group, ROUTED, lambda peers: group)
+        assert isinstance(comm, RoutedCommunicator)
+        _routed[group] = route(group, comm)
+    return _routed[group]
 
 
 def background_comm(world_comm: Communicator) -> Communicator:

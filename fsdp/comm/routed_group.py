@@ -199,7 +199,7 @@ def carrier_of(gloo: Any, devices: Sequence[torch.device]) -> dist.ProcessGroup:
 
 
 def _add_backend(group: Any, devices: Sequence[torch.device], gloo: Any) -> None:
-    for device in devices:
+    for device in reversed(devices):  # torch lists the last one first
         group._register_backend(device, _Group.BackendType.GLOO, gloo)
     group._set_default_backend(_Group.BackendType.GLOO)
 

@@ -136,6 +136,10 @@ class Engine:
         self._action_handlers[Action.HOOK_OUTPUTS] = hooks.hook_outputs
         self.phases = Phases([unit.name for unit in self.units], self._action_handlers, self._effect_handlers)
 
+    def set_comms(self, comms: CommContext) -> None:
+        """From now on, failures are passed on to these: communicators were added."""
+        self.comms = comms
+
     def set_synchronises(self, synchronises: bool) -> None:
         """From now on, backwards that begin reduce their gradients, or do not."""
         self.synchronises = synchronises

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp
@@ -58,15 +59,12 @@ def make_mesh() -> DeviceMesh:
 
 
 class Net(nn.Sequential):
-    skipped = -1
-    """The block that a forward leaves out."""
     at_end: Callable[[], object] = dict
     """Called at the end of a forward, when the other ranks of tensor parallelism need this one no more in it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        for number, block in enumerate(self):
-            if number != self.skipped:
-                x = block(x)
+        for block in self:
+            x = block(x)
         self.at_end()
         return x
 
@@ -76,10 +74,11 @@ def plain() -> Net:
     return Net(*(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)) for _ in range(3)))
 
 
-def distribute(mesh: DeviceMesh, **options: Any) -> Net:
+def distribute(mesh: DeviceMesh, parallel: bool = True, **options: Any) -> Net:
     model = plain()
-    for block in model:
-        parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for block in model if parallel else ():
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan, src_data_rank=None)  # type: ignore[arg-type]  # without communication
     return fsdp.fully_shard(model, mesh=mesh["dp"], auto_wrap_policy={nn.Sequential}, **options)
 
 
@@ -212,6 +211,42 @@ def apart() -> tuple[Told, float, Told]:
     return heard[0][0], heard[0][1], heard[1][0]
 
 
+def stage_fails(place: str, failing: int, micro_batch: int, how: Callable[..., Any] = fail) -> tuple[Told, float]:
+    """A pipeline of two stages, each sharded over two ranks. One rank fails in a micro-batch of the second step."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    index = mesh["pp"].get_local_rank()
+    module = plain()
+    options: dict[str, Any] = {"auto_wrap_policy": {nn.Sequential}, "sharding_strategy": "SHARD_GRADIENTS"}
+    fsdp.fully_shard(module, mesh=mesh["dp"], **options)
+    stage = fsdp.PipelineStage(module, index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    schedule = Schedule1F1B(stage, 4, loss_fn=lambda output, target: (output - target).square().mean())
+    count = 0
+
+    def fail_once(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == micro_batch + 1:
+            how()
+
+    for step in range(3):
+        if step == 1 and dist.get_rank() == failing:
+            register = module[1].register_forward_pre_hook if place == "forward" else module[1].register_full_backward_hook
+            register(fail_once)
+        given = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        try:
+            schedule.step(given) if index == 0 else schedule.step(target=given)
+        except Exception as error:
+            found: BaseException | None = error
+            while found is not None and not isinstance(found, Mine | fsdp.WorldError):
+                found = found.__cause__
+            return told(found or error), seconds()
+    raise AssertionError("nobody was told")
+
+
+STAGES: Final = (("forward", 0, 2), ("forward", 3, 0), ("backward", 0, 3), ("backward", 3, 1))
+"""Where a rank of a stage fails, which one, and in which micro-batch."""
+
+
 def disagrees() -> tuple[Told, float]:
     """One rank wraps with another option."""
     mesh = make_mesh()
@@ -223,19 +258,29 @@ def disagrees() -> tuple[Told, float]:
     raise AssertionError("nobody was refused")
 
 
-def calls_another() -> tuple[Told, float]:
-    """One rank leaves a unit out."""
+def leaves_parallel_out() -> tuple[Told, float]:
+    """One rank does not parallelise its modules."""
     mesh = make_mesh()
-    model = distribute(mesh)
     begin = time.monotonic()
     try:
-        for step in range(3):
-            given = batch(step, mesh["dp"].get_local_rank())
-            begin = time.monotonic()
-            model.skipped = 1 if step == 2 and dist.get_rank() == 3 else -1
-            model(given).square().mean().backward()
-    except RuntimeError as error:
+        distribute(mesh, parallel=dist.get_rank() != 3)
+    except (fsdp.ShardingError, fsdp.WorldError) as error:
         return told(error), time.monotonic() - begin
+    raise AssertionError("nobody was refused")
+
+
+def calls_another() -> tuple[Told, float]:
+    """One rank calls another collective of tensor parallelism than its neighbour."""
+    mesh = make_mesh()
+    model = distribute(mesh)
+    for step in range(3):
+        if step == 2 and dist.get_rank() == 3:
+            model[1].register_forward_pre_hook(lambda *_: dist.barrier(group=mesh["tp"].get_group()))
+        begin = time.monotonic()
+        try:
+            model(batch(step, mesh["dp"].get_local_rank())).square().mean().backward()
+        except RuntimeError as error:
+            return told(error), time.monotonic() - begin
     raise AssertionError("nobody was told")
 
 
@@ -244,11 +289,18 @@ PROGRAMS: Final[dict[str, Callable[[], Any]]] = {
     "all fail": lambda: retried("a forward", None),
     "agreed": lambda: retried("a backward", 3, agree=True),
     "apart": apart,
+    **{f"stage {stage}": lambda stage=stage: stage_fails(*stage) for stage in STAGES},
+    "stage killed": lambda: stage_fails("forward", 3, 2, lambda: (mark_time(), os.kill(os.getpid(), signal.SIGKILL))),
     "disagrees": disagrees,
+    "leaves out": leaves_parallel_out,
     "calls another": calls_another,
     "killed": lambda: ended(lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "ends": lambda: ended(lambda: sys.exit(0)),
 }
+
+
+ENDING: Final = ("killed", "ends", "stage killed")
+"""The programs in which the last rank ends."""
 
 
 def main() -> None:
@@ -264,7 +316,12 @@ def main() -> None:
     for name in sys.argv[4:]:
         found[name] = PROGRAMS[name]()
         torch.save(found, folder / f"{rank}.pt")
-    if not {"killed", "ends", "calls another", "apart"} & {*found}:
+    (folder / f"{rank}.done").touch()
+    waits_for = range(size - any(name in found for name in ENDING))
+    end = time.monotonic() + 20
+    while not all((folder / f"{one}.done").exists() for one in waits_for) and time.monotonic() < end:
+        time.sleep(0.05)  # its end is not to be what the others notice
+    if all(name in ("agreed", "all fail", "disagrees") or name.startswith(tuple(PLACES)) for name in found):
         dist.barrier()
         dist.destroy_process_group()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsdp
-from tests.comm.failure.dimension_programs import PLACES, Retried, Told, alone, retried
+from tests.comm.failure.dimension_programs import PLACES, STAGES, Retried, Told, alone, retried
 from tests.support.processes import end_all, start_rank
 
 RETRIED = [*(f"{place}, rank {rank}" for place in PLACES for rank in (0, 3)), "agreed", "all fail"]
@@ -102,10 +102,36 @@ def test_a_rank_that_ends_is_named_by_all_others(how: str, tmp_path: Path) -> No
 
 
 @pytest.mark.gloo
+def test_a_rank_of_a_pipeline_that_fails_is_named_on_all_stages(tmp_path: Path) -> None:
+    """Each rank waits for another stage, or for its own, whose gradients are reduced after the last micro-batch."""
+    names = [f"stage {stage}" for stage in STAGES]
+    found = run(tmp_path, *names, "stage killed")
+    for name, (_, culprit, _) in zip(names, STAGES, strict=True):
+        for rank, one in enumerate(found):
+            told, seconds = one[name]
+            wanted = ("Mine", None) if rank == culprit else ("PeerFailed", culprit)
+            assert (told.kind, told.rank) == wanted and seconds < 5
+    for one in found[:3]:
+        told, seconds = one["stage killed"]
+        assert (told.kind, told.rank) == ("PeerFailed", 3) and seconds < 5
+        assert told.text.startswith("rank 3 has ended")
+
+
+@pytest.mark.gloo
 def test_a_rank_that_wraps_otherwise_is_named_by_all(tmp_path: Path) -> None:
-    for one in run(tmp_path, "disagrees"):
-        told, seconds = one["disagrees"]
-        assert told.kind == "ShardingError" and "but rank 3 has reshard_policy" in told.text
+    for one in run(tmp_path, "disagrees", "leaves out"):
+        for name, what in (("disagrees", "reshard_policy=ReshardPolicy.AFTER_BACKWARD"), ("leaves out", "dtensors=False")):
+            told, seconds = one[name]
+            assert told.kind == "ShardingError" and f"but rank 3 has {what}" in told.text
+            assert seconds < 5
+
+
+@pytest.mark.gloo
+def test_ranks_that_call_different_collectives_of_tensor_parallelism_are_named_by_all(tmp_path: Path) -> None:
+    for one in run(tmp_path, "calls another"):
+        told, seconds = one["calls another"]
+        assert told.kind == "WorldError" and "of communicator 'routed'" in told.text
+        assert "rank 3 called barrier('mesh_tp')" in told.text and "allreduce('mesh_tp'), which rank 2 followed" in told.text
         assert seconds < 5
 
 
