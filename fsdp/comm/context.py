@@ -9,12 +9,17 @@ HYBRID_SHARD    rows of a mesh    columns of the mesh
 NO_SHARD        each rank alone   all ranks
 """
 
+import time
 from typing import Final, NamedTuple
 
 from fsdp.comm.communicator import Communicator
+from fsdp.comm.failure.desync import is_of_backend
 from fsdp.comm.failure.peer_monitor import ROUTED
+from fsdp.errors import WorldError
 from fsdp.log import LOG
 
+_SEEN_TO_END: Final = 1.0
+"""Seconds in which it is known that a process has ended whose connections have broken."""
 # The names of communicators in stories and errors. Each is an attribute of CommContext without its "_comm".
 SHARD_NAME: Final = "shard"
 REDUCE_NAME: Final = "reduce"
@@ -86,8 +91,20 @@ class CommContext(NamedTuple):
         """Notify all other ranks that this one abandons a step."""
         # as text: a handler that keeps records would keep the error, and with its traceback the model
         LOG.warning("rank %d abandons the step in unit %r: %s", self.world_comm.rank, unit, repr(failure))
+        if is_of_backend(failure) and (first_cause := self._find_failed_peer()) is not None:
+            failure.add_note(f"fsdp: {first_cause}")  # connections of the user's broke
+            failure = first_cause
         for comm in self.each().values():
             comm.abandon(unit, failure)
+
+    def _find_failed_peer(self) -> WorldError | None:
+        """The error about a rank whose connections have broken, if that has ended or abandoned the step."""
+        end = time.monotonic() + _SEEN_TO_END
+        while True:
+            found = next((found for comm in self.each().values() if (found := comm.find_failed_peer()) is not None), None)
+            if found is not None or time.monotonic() > end:
+                return found
+            time.sleep(0.02)
 
     def reconnect(self) -> None:
         """After an abandoned step: wait for the other ranks, and connect to them for the next step."""

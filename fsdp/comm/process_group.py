@@ -23,7 +23,7 @@ from fsdp.comm.failure.desync import RECENT, WatchedWork
 from fsdp.comm.failure.peer_monitor import PeerMonitor
 from fsdp.comm.failure.pending_call import OBJECTS, PendingCall, Wait, names_a_unit
 from fsdp.comm.work import AllToAllReduceScatter, Work, WorkBatch, all_reduce_by_exchange, reduce_scatter_by_exchange
-from fsdp.errors import PeerFailed, ShardingError
+from fsdp.errors import PeerFailed, ShardingError, WorldError
 
 # The three collectives of every step are methods of the group itself: torch's functions around them cost 3 to 5 µs a call, and
 # 2.13 renamed two of them, while the group's methods have had the same names since 2.11.
@@ -221,6 +221,16 @@ class ProcessGroupCommunicator:
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         if self._peers is not None:
             self._peers.abandon(unit, failure)
+
+    def find_failed_peer(self) -> WorldError | None:
+        try:
+            if self._peers is not None:
+                self._peers.check_peers(broken=False)
+        except WorldError as reason:
+            return reason
+        except RuntimeError:  # the store has gone
+            return None
+        return None
 
     def completed(self) -> None:
         if self._peers is not None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.comm.communicator import Communicator
-from fsdp.comm.failure.desync import DesyncDetector
+from fsdp.comm.failure.desync import DesyncDetector, is_of_backend
 from fsdp.comm.failure.peer_monitor import ROUTED, PeerMonitor
 from fsdp.comm.failure.pending_call import PendingCall, where_of
 from fsdp.comm.process_group import ProcessGroupCommunicator
@@ -101,7 +101,7 @@ class RoutedCommunicator(ProcessGroupCommunicator):
             raise
 
     def _explain(self, failure: RuntimeError, describe: Callable[[], PendingCall]) -> None:
-        if _is_of_backend(failure):  # not one of the user's arguments
+        if is_of_backend(failure):  # not one of the user's arguments
             super()._explain(failure, describe)
 
 
@@ -121,7 +121,7 @@ class _Message:
             self._work.wait()
         except RuntimeError as failure:
             try:
-                if _is_of_backend(failure):
+                if is_of_backend(failure):
                     self._detector.explain_failure(failure, self._describe().where)
             except WorldError:
                 self._detector.disconnect()
@@ -210,7 +210,3 @@ def route(group: dist.ProcessGroup, comm: RoutedCommunicator) -> RoutedGroup:
     _bindings._unregister_process_group(group.group_name)
     _bindings._register_process_group(group.group_name, routed)
     return routed
-
-
-def _is_of_backend(failure: RuntimeError) -> bool:
-    return "gloo/" in str(failure)

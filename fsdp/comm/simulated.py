@@ -255,6 +255,10 @@ class SimulatedCommunicator:
             what = Abandoned(epoch, failure.rank, failure.unit, failure.reason)
         self._world.abandon(self.name, self.ranks, rank, what)
 
+    def find_failed_peer(self) -> WorldError | None:
+        """None: no backend fails here."""
+        return None
+
     def completed(self) -> None:
         """Do nothing: the world needs no count."""
 

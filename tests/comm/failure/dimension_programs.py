@@ -195,6 +195,26 @@ def ended(how: Callable[[], None]) -> tuple[Told, float, Told]:
     raise AssertionError("went on without a rank")
 
 
+def ended_beside() -> Told:
+    """The last rank ends while its neighbour waits for it in a group that was got before wrapping: what each rank says."""
+    mesh = make_mesh()
+    held = dist.new_group(mesh["tp"].mesh.tolist(), use_local_synchronization=True)
+    model = distribute(mesh)
+
+    def use(*_: Any) -> None:
+        if dist.get_rank() == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1), group=held)
+
+    model[1].register_forward_pre_hook(use)
+    try:
+        model(batch(0, mesh["dp"].get_local_rank()))
+    except RuntimeError as error:
+        found = told(error)
+        return found._replace(text="\n".join([found.text, *getattr(error, "__notes__", ())]))
+    raise AssertionError("went on without a rank")
+
+
 def apart() -> tuple[Told, float, Told]:
     """One rank fails in the last unit of a backward, which needs no tensor parallelism: what each rank is told, and then."""
     mesh = make_mesh()
@@ -288,6 +308,7 @@ PROGRAMS: Final[dict[str, Callable[[], Any]]] = {
     **{f"{place}, rank {rank}": lambda place=place, rank=rank: retried(place, rank) for place in PLACES for rank in (0, 3)},
     "all fail": lambda: retried("a forward", None),
     "agreed": lambda: retried("a backward", 3, agree=True),
+    "killed beside": ended_beside,
     "apart": apart,
     **{f"stage {stage}": lambda stage=stage: stage_fails(*stage) for stage in STAGES},
     "stage killed": lambda: stage_fails("forward", 3, 2, lambda: (mark_time(), os.kill(os.getpid(), signal.SIGKILL))),
@@ -299,7 +320,7 @@ PROGRAMS: Final[dict[str, Callable[[], Any]]] = {
 }
 
 
-ENDING: Final = ("killed", "ends", "stage killed")
+ENDING: Final = ("killed", "killed beside", "ends", "stage killed")
 """The programs in which the last rank ends."""
 
 

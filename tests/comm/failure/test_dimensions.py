@@ -102,6 +102,16 @@ def test_a_rank_that_ends_is_named_by_all_others(how: str, tmp_path: Path) -> No
 
 
 @pytest.mark.gloo
+def test_a_rank_that_ends_is_named_where_its_neighbour_meets_an_error_of_the_backend(tmp_path: Path) -> None:
+    """In a group of the user's own, about which no rank knows anything."""
+    first, second, third, _ = (one.get("killed beside") for one in run(tmp_path, "killed beside"))
+    assert third.kind == "RuntimeError" and "gloo/" in third.text
+    assert "\nfsdp: rank 3 has ended" in third.text
+    for told in (first, second):
+        assert (told.kind, told.rank) == ("PeerFailed", 3)
+
+
+@pytest.mark.gloo
 def test_a_rank_of_a_pipeline_that_fails_is_named_on_all_stages(tmp_path: Path) -> None:
     """Each rank waits for another stage, or for its own, whose gradients are reduced after the last micro-batch."""
     names = [f"stage {stage}" for stage in STAGES]
