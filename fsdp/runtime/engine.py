@@ -89,8 +89,6 @@ class Engine:
         """The units whose forward runs, outermost first."""
         self._last_unit = 0
         """The unit of the last event."""
-        self._has_abandoned = False
-        """Whether a step was abandoned since the last pass began."""
         self._failed = 0
         """The unit whose forward failed last."""
         self._task = -1
@@ -133,6 +131,10 @@ class Engine:
         self._hooks = hooks
         self._action_handlers[Action.HOOK_OUTPUTS] = hooks.hook_outputs
         self.phases = Phases([unit.name for unit in self.units], self._action_handlers, self._effect_handlers)
+
+    def set_comms(self, comms: CommContext) -> None:
+        """From now on, failures are passed on to these: communicators were added."""
+        self.comms = comms
 
     def set_synchronises(self, synchronises: bool) -> None:
         """From now on, backwards that begin reduce their gradients, or do not."""
@@ -320,7 +322,6 @@ class Engine:
         self.pending_backward.expect(False)
         self.schedules.forget()
         self.stats.abandon_step()
-        self._has_abandoned = True
         self.comms.abandon(unit, failure)
 
     def _reset_step(self) -> None:
@@ -346,10 +347,9 @@ class Engine:
             self.schedules.forget()
         if (restart := self.pending_backward.announce_restart(self.units[0].name)) is not None:
             self.abandon_step(restart, 0)
-        if self._has_abandoned and self.comms.across is not None:
-            # a rank of another dimension that is still in that step would take the calls of this one for those it waits for
-            self.comms.across.gather_objects(None, self.units[0].name)
-        self._has_abandoned = False
+        if self.comms.across is not None:
+            # a rank of another dimension may still be in a step that was abandoned
+            self.comms.across.reconnect()
         if self.units[0].config.broadcast_buffers and records_graph:
             broadcast_buffers(self.units[0].modules, self.comms.world_comm, self.watcher.source if self.watcher else 0)
         if self.reducer.policy.find_unused_parameters:
