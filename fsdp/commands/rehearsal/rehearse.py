@@ -176,17 +176,21 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def _step(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: Memory) -> None:
     for number in range(job.micro_batches):
-        batch = job.batch()
+        batch, part = job.batch(), "a forward"
         try:
             with no_sync(model) if number < job.micro_batches - 1 else nullcontext():
-                loss = job.loss(model(*batch.args, **batch.kwargs))
+                output = model(*batch.args, **batch.kwargs)
+                part = f"the loss of {type(output).__name__}, which the model returns,"
+                loss = job.loss(output)
+                del output
                 memory.forward_ended()
+                part = f"a backward from {type(loss).__name__}, the loss,"
                 torch.autograd.backward(loss)
                 del loss
         except Exception as reason:
             raise ShardingError(
-                f"plan: a forward and backward on the meta device failed ({type(reason).__name__}: {reason}); give inputs that "
-                "fit the model, and a model that does not read the value of a tensor, because tensors have none there."
+                f"plan: {part} on the meta device failed ({type(reason).__name__}: {reason}); give inputs that fit the model, a "
+                "loss that makes one number of what it returns, and read no value of a tensor, because tensors have none there."
             ) from reason
         memory.wait_for_copies()
         memory.hold(GRADIENTS, _bytes_of(parameter.grad for parameter in model.parameters()))
