@@ -307,6 +307,8 @@ class FlatBuffer:
 
     def sync_requires_grad(self) -> bool:
         """Copy `requires_grad` from the sharded to the unsharded parameters; return whether any changed."""
+        if self._flags_seen == shard_changes.count:
+            return False
         if self.asks_addresses:  # a shard refuses at once
             self.refuse_grad_dtypes()
         flags = self.current_flags()
