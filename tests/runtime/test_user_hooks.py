@@ -518,3 +518,36 @@ def test_the_page_names_tests_that_exist() -> None:
     named = {word.strip("`") for word in page().split() if word.startswith("`test_") and word.endswith("`")}
     assert named
     assert not [name for name in named if name not in globals()]
+
+
+def _set_flag(parameter: nn.Parameter, called: list[str]) -> None:
+    parameter.requires_grad = False
+
+
+LATE = {
+    "requires_grad": _set_flag,
+    "requires_grad_": lambda parameter, called: parameter.requires_grad_(False),
+    "detach_": lambda parameter, called: parameter.detach_(),
+    "register_hook": lambda parameter, called: parameter.register_hook(lambda gradient: called.append("hook")),
+    "register_post_accumulate_grad_hook": lambda parameter, called: parameter.register_post_accumulate_grad_hook(
+        lambda p: called.append("hook")
+    ),
+}
+
+
+@pytest.mark.parametrize("how", LATE)
+def test_what_is_set_between_two_steps_is_seen_by_the_next(how: str) -> None:
+    """Nobody looks at flags and hooks while no shard says that one was set."""
+
+    def on_rank(rank: int) -> tuple[bool, list[str]]:
+        torch.manual_seed(0)
+        model, called = fsdp.fully_shard(nn.Linear(4, 4)), list[str]()
+        for number in range(3):
+            if number == 2:
+                LATE[how](model.weight, called)
+            model.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+        return model.weight.grad is None, called
+
+    hooks = how.startswith("register")
+    assert fsdp.simulate(2, on_rank) == [(not hooks, ["hook"] * hooks)] * 2
