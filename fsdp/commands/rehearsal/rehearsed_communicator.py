@@ -107,6 +107,10 @@ class RehearsedCommunicator(SingleRankCommunicator):
         """Exchange a part with each rank. `received`: bytes that reach this one."""
         return self._launch("all_to_all", label, received)
 
+    def receive(self, count: int, label: str) -> Work:
+        """Receive so many bytes from the other rank."""
+        return self._launch("receive", label, count)
+
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
         return self._launch("broadcast", label, 0)
 
