@@ -80,7 +80,7 @@ class PassesOfStage:
         running: deque[tuple[int, Any, Any]] = deque()
         for number, batch in enumerate(batches):
             if self._index:
-                hop.receive(_bytes_of(batch.args), "pp")
+                hop.carry("receive", _bytes_of(batch.args), "pp")
             output = self._stage.submod(*batch.args, **batch.kwargs)
             running.append((number, self._loss(output), [*batch.args, *batch.kwargs.values()]))
             if number == self._ahead - 2:
@@ -105,7 +105,7 @@ class PassesOfStage:
     def _backward(self, number: int, output: Any, inputs: Any, hop: Any, memory: Memory) -> None:
         gradients = None if self._is_last else self._gradients[number]
         if gradients is not None:
-            hop.receive(_bytes_of(gradients), "pp")
+            hop.carry("receive", _bytes_of(gradients), "pp")
         given = {"stage_output": output, "output_grads": gradients, "input_values": inputs}
         self._in_sends["gradient"], _ = self._stage.backward_maybe_with_nosync("full", given)
         memory.hold_gradients(self._stage.submod)

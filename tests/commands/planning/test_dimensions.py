@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,6 +95,17 @@ def test_ranks_that_share_a_layer_are_on_one_host_where_it_has_enough() -> None:
     inside, across = (by_size(plan(tp=[4], per_host=per_host, network=Link(1e6, 1e-4)))[4] for per_host in (4, 2))
     assert inside.exposed["tp"] < across.exposed["tp"] / 2
     assert inside.collectives == across.collectives
+
+
+def test_only_reduced_gradients_are_copied_to_the_host() -> None:
+    def copied(**changed: Any) -> float:
+        slow = replace(FAST, host_link=Link(1e5, 0.0))
+        (one,) = by_size(plan(tp=[2], offload=[True], optimizer=None, device=slow, **changed)).values()
+        return one.seconds * 1e5 / one.host_held["shards"]
+
+    # a shard goes to the device for the forward and for the backward, and its gradient comes back
+    assert 2.0 < copied() < 4.0
+    assert copied(inputs=lambda shared_by: rows(64 * shared_by)) < copied() + 1
 
 
 def test_the_smallest_number_of_ranks_is_a_multiple_of_those_that_share_layers() -> None:
