@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp
@@ -219,6 +220,26 @@ class Sends(nn.Linear):
 def test_what_is_sent_between_two_ranks_is_refused() -> None:
     with pytest.raises(fsdp.ShardingError, match=r"torch's batch_p2p_ops is not counted; a plan counts all_reduce"):
         plan(lambda: Sends(8, 8), inputs=lambda: torch.zeros(2, 8), tp=[2], parallelize=lambda *_: None, units={"all": None})
+
+
+class Exchanges(nn.Linear):
+    """Calls collectives of torch that are not functional."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        arrived = torch.empty_like(x)
+        dist.all_to_all_single(arrived, x)
+        dist.all_reduce(arrived)
+        return super().forward(arrived)
+
+
+def test_other_collectives_of_torch_are_counted() -> None:
+    (found,) = by_size(
+        plan(lambda: Exchanges(8, 8), inputs=lambda: torch.zeros(16, 8), tp=[2], parallelize=lambda *_: None, units={"all": None})
+    ).values()
+    count = 16 * 8 * 4
+    # two micro-batches among eight ranks, and in a ring a sum passes everything twice
+    counted = [(one.kind, one.received) for one in found.collectives if one.label == "torch"]
+    assert counted == 2 * [("all_to_all", count * 7 // 8), ("all_reduce", 2 * count * 7 // 8)]
 
 
 def test_the_command_compares_sizes_of_a_built_in_shape(capsys: pytest.CaptureFixture[str]) -> None:
