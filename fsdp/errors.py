@@ -21,6 +21,8 @@ FEWER_BATCHES: Final = "If a rank has fewer batches than the others, train insid
 """The remedy for a rank that has left the training loop before the others."""
 UNEVEN_PATHS: Final = "If some ranks leave out or repeat units that others use, pass uneven_paths=True."
 """The remedy for ranks that go different ways through the units of a model."""
+NO_SYNC: Final = "If gradients are accumulated, enter no_sync on every rank, for the same backwards."
+"""The remedy for ranks of which some alone reduce their gradients."""
 
 
 class ShardingError(ValueError):

@@ -204,6 +204,7 @@ def test_only_process_group_and_connect_import_torch_distributed() -> None:
             *(
                 "comm.process_group",
                 "comm.open_communicators",
+                "comm.routed_group",
                 "comm.simulated_group",
                 "comm.dtensor_mesh",
                 "compat.shared.plain_group",

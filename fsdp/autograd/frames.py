@@ -114,10 +114,9 @@ def full_state_call() -> FullStateCall | None:
     return None
 
 
-def caller_of_torch_states() -> tuple[str, dict[str, Any]]:
-    """The name of the function of torch's for state dicts that runs, the outermost one, and its globals; "" without any."""
-    found = [frame for frame in _frames() if frame.f_globals.get("__name__") == _TORCH_STATE]
-    return (found[-1].f_code.co_name, found[-1].f_globals) if found else ("", {})
+def caller_of_torch_states() -> FrameType | None:
+    """The call of one of torch's functions for state dicts that runs, the outermost one."""
+    return next(iter([frame for frame in _frames() if frame.f_globals.get("__name__") == _TORCH_STATE][::-1]), None)
 
 
 def own_method(target: Any, name: str) -> Any:

@@ -24,7 +24,7 @@ from tests.support.faults import (
     save,
     step_name,
 )
-from tests.support.kills import KILLS, LIMIT
+from tests.support.kills import KILLS
 from tests.support.processes import ROOT, command, environment
 
 PAGE = ROOT / "docs" / "reference" / "faults.md"
@@ -121,7 +121,7 @@ def test_whichever_of_two_processes_is_killed_a_complete_checkpoint_is_there(kil
         told = ""
         if kill.victim is not None:
             found = json.loads((folder / "told.json").read_text())
-            assert f"rank {kill.victim} has ended" in found["told"] and found["seconds"] < LIMIT / 2, (kill, found)
+            assert f"rank {kill.victim} has ended" in found["told"], (kill, found)
             told = "the other rank gets an error at once; "
         for name in ("store", "told.json"):
             (folder / name).unlink(missing_ok=True)

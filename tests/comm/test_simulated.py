@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fsdp.comm.simulated import Call, SimulatedCommunicator, SimulatedRank, current_rank, simulate
-from fsdp.errors import FEWER_BATCHES, UNEVEN_PATHS, PeerFailed, ShardingError, WorldError
+from fsdp.errors import FEWER_BATCHES, NO_SYNC, UNEVEN_PATHS, PeerFailed, ShardingError, WorldError
 from tests.support.ranks import on_ranks
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -345,7 +345,8 @@ class TestDisagreement:
 
         text = (
             "The ranks disagree on operation 1 of communicator 'shard': rank 0 called all_gather('layers.1', 4096 bytes) "
-            "where rank 1 called reduce_scatter('layers.0', 6 x float32). Call the same in the same order. " + OTHERWISE
+            "where rank 1 called reduce_scatter('layers.0', 6 x float32). Call the same in the same order. "
+            f"{NO_SYNC} {OTHERWISE}"
         )
         for seed in SEEDS:
             assert heard(2, fn, seed) == [text] * 2

@@ -93,22 +93,16 @@ def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
     os._exit(0)
 
 
-def cannot_go_on(how: Callable[[], None]) -> Callable[[int], tuple[list[Told], float]]:
-    """The last rank fails in the third step, and all want to start it again; what each was told, and when, since the failure."""
+def cannot_go_on(how: Callable[[], None]) -> Callable[[int], list[Told]]:
+    """The last rank fails in the third step, and all want to start it again; what each was told."""
 
-    def program(rank: int) -> tuple[list[Told], float]:
+    def program(rank: int) -> list[Told]:
         case, device = CASES["net"], "cuda" if dist.get_backend() == "nccl" else "cpu"
         model = fsdp.fully_shard(case.model().to(device), auto_wrap_policy=case.policy)
-        mark = Path(sys.argv[3]) / "failed"
-
-        def fail(*_: Any) -> None:
-            mark.write_text(str(time.time()))
-            how()
-
-        heard, seconds = [], 0.0
+        heard: list[Told] = []
         for step in range(3):
             if rank == dist.get_world_size() - 1 and step == 2:
-                model.blocks[1].up.register_forward_pre_hook(fail)
+                model.blocks[1].up.register_forward_pre_hook(lambda *_: how())
             while len(heard) < 2:
                 try:
                     loss = loss_of(model(case.batch(rank, step).to(device)))
@@ -118,8 +112,7 @@ def cannot_go_on(how: Callable[[], None]) -> Callable[[int], tuple[list[Told], f
                 except (Mine, fsdp.WorldError) as error:
                     assert is_at_rest(model), fsdp.story(model)
                     heard.append(told(error))
-                    seconds = seconds or time.time() - float(mark.read_text())
-        return heard, seconds
+        return heard
 
     return program
 

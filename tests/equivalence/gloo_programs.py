@@ -6,7 +6,6 @@ python -m tests.equivalence.gloo_programs RANK WORLD_SIZE FOLDER [PROGRAM ...]
 import faulthandler
 import os
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -119,14 +118,13 @@ HOOKS: Final[dict[str, tuple[Callable[[], Any], Any]]] = {
 }
 
 
-def built_differently(rank: int) -> tuple[str, float]:
-    """What this rank was told, and after how many seconds."""
-    begin = time.monotonic()
+def built_differently(rank: int) -> str:
+    """What this rank was told."""
     try:
         fsdp.fully_shard(Net(width=8 + rank))
     except fsdp.ShardingError as refusal:
-        return str(refusal), time.monotonic() - begin
-    return "nothing was said", 0.0
+        return str(refusal)
+    return "nothing was said"
 
 
 class Two(torch.nn.Module):
@@ -159,19 +157,18 @@ class Turned(Net):
         return self.leave(x)
 
 
-Told = tuple[str, str, str, float]
-"""What a rank was told of the others: the type of the error, its text, the engine's note on it, and after how many seconds."""
+Told = tuple[str, str, str]
+"""What a rank was told of the others: the type of the error, its text, and the engine's note on it."""
 
 
 def told_in(part: Callable[[], Any]) -> Told:
     """What a part of a step raises, in which the ranks are of one mind no longer."""
-    begin = time.monotonic()
     try:
         part()
     except fsdp.WorldError as told:
         notes = [note for note in getattr(told, "__notes__", ()) if note.startswith(MARK)]
-        return type(told).__name__, str(told), "\n".join(notes), time.monotonic() - begin
-    return "", "nothing was said", "", 0.0
+        return type(told).__name__, str(told), "\n".join(notes)
+    return "", "nothing was said", ""
 
 
 def disagrees(rank: int, width: int) -> Told:

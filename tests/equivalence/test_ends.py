@@ -38,7 +38,7 @@ def test_an_end_is_quiet_and_the_other_rank_is_notified(name: str, ended: Path) 
     codes = json.loads((folder / "codes.json").read_text())
     assert codes == [0, -9 if "killed" in name else 1 if "raises" in name else 0], printed
     told: dict[str, Any] = json.loads((folder / "told.json").read_text())
-    assert told["rank"] == 1 and told["seconds"] < 5, told
+    assert told["rank"] == 1, told
     assert ("has abandoned the step" if any(one in name for one in ABANDONED) else "has ended") in told["text"]
     assert "\n" not in printed[0].removesuffix("\n") and "has waited" in (printed[0] or "has waited"), printed[0]
     mine = printed[1]

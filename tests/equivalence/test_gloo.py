@@ -287,13 +287,9 @@ def test_the_full_state_is_the_plain_one_on_every_rank(ranks: list[dict[str, Any
         assert_close({name: one["state"][name] for name in plain.weights}, {**plain.weights})
 
 
-def test_a_model_built_differently_is_refused_on_every_rank_within_seconds(ranks: list[dict[str, Any]]) -> None:
-    for one in ranks:
-        message, seconds = one["built differently"]
-        assert (
-            "rank 0 has parameter 'enter.weight' (8, 6) torch.float32, but rank 1 has parameter 'enter.weight' (9, 6)" in message
-        )
-        assert seconds < 10
+def test_a_model_built_differently_is_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    said = "rank 0 has parameter 'enter.weight' (8, 6) torch.float32, but rank 1 has parameter 'enter.weight' (9, 6)"
+    assert all(said in one["built differently"] for one in ranks)
 
 
 BRANCHES = ("all_gather('one'", "all_gather('other'"), ("one", "other")
@@ -321,17 +317,19 @@ def disagreeing(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict
 @pytest.mark.parametrize(
     ("program", "size"), [(name, size) for name in DISAGREEMENTS for size in (2, 3) if size == 2 or name in OF_THREE]
 )
-def test_ranks_that_disagree_get_an_error_within_seconds_and_nothing_is_mixed(
+def test_ranks_that_disagree_get_an_error_and_nothing_is_mixed(
     program: str, size: int, disagreeing: dict[int, list[dict[str, Any]]]
 ) -> None:
-    """Over gloo the parameters of units of one size would be mixed without a word, and a process with two sizes would abort."""
+    """Over gloo the parameters of units of one size would be mixed without a word, and a process with two sizes would abort.
+
+    The time-out of the group is that of the whole program, which ends it.
+    """
     calls, waited_in = DISAGREEMENTS[program]
     found = [one[program] for one in disagreeing[size]]
-    for rank, (kind, message, note, seconds) in enumerate(found):
+    for rank, (kind, message, note) in enumerate(found):
         assert kind == "WorldError"
         assert "The ranks disagree on operation" in message
         assert all(call in message for call in calls)
-        assert seconds < 10
         if unit := waited_in[rank == 1]:
             tells_where(note, unit, rank, size)
 
@@ -342,11 +340,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("program", ALONE)
-def test_who_is_alone_in_a_call_between_steps_is_notified_within_seconds(program: str, alone: list[dict[str, Any]]) -> None:
+def test_who_is_alone_in_a_call_between_steps_is_notified(program: str, alone: list[dict[str, Any]]) -> None:
     """Object collectives are checked before they are launched as well, and so is what connects the ranks."""
     call = program.removeprefix("alone in ").removesuffix(" with async_")
-    for kind, message, _, seconds in (one[program] for one in alone):
-        assert kind == "WorldError" and seconds < 10
+    for kind, message, _ in (one[program] for one in alone):
+        assert kind == "WorldError"
         assert f"rank 0 called gather_objects('{call}" in message
         assert "where the agreed schedule has all_gather('Net'" in message and "which rank 1 followed" in message
         assert message.endswith("If a rank has fewer batches than the others, train inside fsdp.join.")
@@ -355,12 +353,11 @@ def test_who_is_alone_in_a_call_between_steps_is_notified_within_seconds(program
 def test_a_shard_that_one_rank_alone_reads_is_an_error_on_every_rank(disagreeing: dict[int, list[dict[str, Any]]]) -> None:
     """Its gradient comes late, and the other rank does not know that it must look for it."""
     found = [one["a shard on one rank only"] for one in disagreeing[2]]
-    for kind, message, note, seconds in found:
+    for kind, message, note in found:
         assert kind == "WorldError" or (kind == "PeerFailed" and "with WorldError" in message)
         assert "Rank 0 waits for reduce_scatter('layer'" in message
         assert "which rank 1 did not call" in message
         assert note.startswith(MARK)
-        assert seconds < 10
     assert any(kind == "WorldError" for kind, *_ in found)
 
 
@@ -377,9 +374,9 @@ def test_a_rank_with_one_more_batch_gets_an_error_when_the_others_have_ended(
     size: int, disagreeing: dict[int, list[dict[str, Any]]]
 ) -> None:
     for rank, one in enumerate(disagreeing[size]):
-        kind, message, note, seconds = one[ENDS]
+        kind, message, note = one[ENDS]
         if rank == 1:
-            assert kind == "PeerFailed" and seconds < 10
+            assert kind == "PeerFailed"
             # between the end of its group and that of the process it is still there
             assert re.match(r"(rank [02]|each of the ranks 0, 2) (has ended|does not answer)", message), message
             tells_where(note, "Net", 1, size)

@@ -1,4 +1,4 @@
-"""One rank abandons a step or dies, over gloo: the others are told who and why within seconds, and those that live go on."""
+"""One rank abandons a step or dies, over gloo: the others are told who and why, and those that live go on."""
 
 import re
 from collections.abc import Iterator
@@ -131,12 +131,11 @@ def test_ranks_that_may_be_a_step_apart_do_not_go_on(ranks: list[dict[str, Any]]
         assert last[0] == "WorldError" and "rank 0 has completed a backward that rank 1 has abandoned" in last[1]
 
 
-def is_told_of_the_end(found: tuple[Told, float, list[Told]], rank: int, me: int) -> None:
+def is_told_of_the_end(found: tuple[Told, list[Told]], rank: int, me: int) -> None:
     """What rank `me` was told of the last one, in the step and when it wants to go on."""
-    first, seconds, (again,) = found
+    first, (again,) = found
     assert first[0] == "PeerFailed" and first[2] == rank
     tells_where(first[-1], FORWARD, me, rank + 1)
-    assert seconds < 5
     tells_where(again[-1], {"Net"}, me, rank + 1)
     assert again[0] == "PeerFailed" and f"rank {rank} has ended, while this rank waited for it to go on" in again[1]
 
@@ -184,9 +183,8 @@ def test_a_rank_that_waits_on_a_device_is_freed_and_notified(ends: bool, tmp_pat
     alike, name = "all fail in a backward", "killed" if ends else "fails"
     reason = "has ended, while this rank waited for it" if ends else "Mine: no"
     waiting, failing = run(2, tmp_path, *([name] if ends else [alike, name]), script="device_programs")
-    (heard, seconds), aborted = waiting[name]
-    first, again = heard
-    assert aborted and seconds < 5
+    (first, again), aborted = waiting[name]
+    assert aborted
     assert (first[0], first[2:5]) == ("PeerFailed", (1, None if ends else "blocks.1", reason))
     assert "What was in flight on the device of rank 0 has been aborted" in first[1]
     tells_where(first[-1], FORWARD | BACKWARD, 0, 2)
@@ -194,7 +192,7 @@ def test_a_rank_that_waits_on_a_device_is_freed_and_notified(ends: bool, tmp_pat
     if ends:
         assert name not in failing
         return
-    ((first, again), _), _ = failing[name]
+    (first, again), _ = failing[name]
     assert first[0] == "Mine"
     assert again[0] == "WorldError" and "rank 1 has abandoned the step, in unit 'blocks.1'" in again[1]
     assert not any(one[alike][1] for one in (waiting, failing)), "aborted, where nobody waited in vain"

@@ -15,7 +15,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("name", ["fails", "killed"])
 def test_a_rank_that_waits_on_a_device_is_freed_and_notified(name: str, tmp_path: Path) -> None:
-    (((first, again), seconds), _) = run(2, tmp_path, "--nccl", name, script="device_programs")[0][name]
-    assert seconds < 5 and first[0] == "PeerFailed" and first[2] == 1
+    ((first, again), _) = run(2, tmp_path, "--nccl", name, script="device_programs")[0][name]
+    assert first[0] == "PeerFailed" and first[2] == 1
     assert "What was in flight on the device of rank 0 has been aborted" in first[1]
     assert again[0] == "WorldError" and "Start the job again from a checkpoint" in again[1]

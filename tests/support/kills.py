@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -24,8 +23,8 @@ import fsdp
 from fsdp.checkpoint import dcp
 from tests.support.faults import STAGES, die, die_at, make_model, save, step_name
 
-LIMIT: Final = 20
-"""Seconds until a rank that waits in vain gives up."""
+LIMIT: Final = 200
+"""Seconds until a rank that waits in vain gives up. The test ends before."""
 
 
 class Kill(NamedTuple):
@@ -92,7 +91,6 @@ def rank_main(rank: int, kill: Kill, folder: Path) -> None:
     model = make_model(2.0)
     if kill.victim in (None, rank):
         patch(kill.stage)
-    begin = time.monotonic()
     told = "nothing"
     try:
         saving = fsdp.save(folder / step_name(2), model, extra={"step": 2}, async_=kill.in_background)
@@ -104,7 +102,7 @@ def rank_main(rank: int, kill: Kill, folder: Path) -> None:
         saving.wait()
     except Exception as failure:
         told = f"{type(failure).__name__}: {failure}"
-    (folder / "told.json").write_text(json.dumps({"told": told, "seconds": time.monotonic() - begin}))
+    (folder / "told.json").write_text(json.dumps({"told": told}))
     os._exit(0)  # the group cannot be destroyed any more
 
 

@@ -31,6 +31,7 @@ _GONE: Final = ("has ended", "does not answer", "has not come back")
 """How the reasons begin that a rank gives for one that cannot speak for itself."""
 _ABSENT: Final = "has not called"
 """How the reason begins that a rank gives for one that has not made a call within the time-out, and may still come."""
+_KILLED: Final = "it was killed"
 RESTART: Final = "Start the job again from a checkpoint."
 
 
@@ -40,7 +41,7 @@ class Exit(NamedTuple):
     launched: dict[str, int]
     """Its launches on a device, by communicator."""
     failure: str
-    """The exception that ended it. Empty if there was none."""
+    """The first line of the exception that ended it. Empty if there was none."""
 
 
 class Abandonment(NamedTuple):
@@ -112,6 +113,8 @@ HOST_SECONDS: Final = "FSDP_HOST_SECONDS"
 CLOSING: Final = 2.0
 """Seconds that are spent on closing connections when a group is destroyed or the process ends."""
 ENDED: Final = "has ended, while this rank waited for it"
+ROUTED: Final = "routed"
+"""The communicator of a group of the user: see routed_group.py."""
 OPENING: Final = "opening"
 """The calls of ranks that are about to connect to each other, as if on a communicator of this name."""
 
@@ -282,7 +285,10 @@ class PeerMonitor:
             return
         self.down = self._publishes
         connections, self.connections = self.connections, {}
+        is_routed = ROUTED in connections
         self._tcp.close(connections)
+        if is_routed:
+            self._tcp.cut()  # the user may hold messages in flight, which keep connections open
 
     def close(self) -> None:
         """Disconnect for good, at the end of the group or process. Waits, because an end would abort a closing thread.
@@ -424,7 +430,7 @@ class PeerMonitor:
         with suppress(RuntimeError):
             # the interpreter keeps the exception that ends it
             failure = getattr(sys, "last_value", None)
-            why = "" if failure is None else f"{type(failure).__name__}: {failure}"
+            why = "" if failure is None else f"{type(failure).__name__}: {failure}".partition("\n")[0][:200].rstrip(". ")
             self._store.set(f"gone/{self._rank}", json.dumps(Exit(self.launched(), why)))
             self._store.set("ended", "")
 
@@ -436,19 +442,23 @@ class PeerMonitor:
     def _exit_of(self, rank: int) -> Exit:
         """What a rank that has ended has written. If it was killed, it has written nothing."""
         key = f"gone/{rank}"
-        return Exit(*json.loads(self._store.get(key))) if self._store.check([key]) else Exit({}, "it was killed")
+        return Exit(*json.loads(self._store.get(key))) if self._store.check([key]) else Exit({}, _KILLED)
 
     def _fail_ended(self, ranks: Sequence[int], reason: str, where: str = "", remedy: str = f" {RESTART}") -> NoReturn:
         """Raise PeerFailed: these ranks have ended. If no exception ended one of them, it may have run out of batches."""
         failures = [self._exit_of(rank).failure for rank in ranks]
         if not all(failures):
             remedy = f" {EVERY_RANK} {FEWER_BATCHES}{remedy}"
-        self._fail(ranks, reason, f"{where}.{remedy}")
+        # an error about another rank says nothing of this one
+        own = [(r, why) for r, why in zip(ranks, failures, strict=True) if why and not why.startswith(("PeerFailed:", _KILLED))]
+        cause = "".join(f". The error that ended rank {self._ranks[rank]} is {why}" for rank, why in own[:1])
+        self._fail(ranks, reason, f"{where}{cause}.{remedy}", reason + cause)
 
-    def _fail(self, ranks: Sequence[int], reason: str, rest: str = f". {RESTART}") -> NoReturn:
+    def _fail(self, ranks: Sequence[int], reason: str, rest: str = f". {RESTART}", passed_on: str = "") -> NoReturn:
+        """`passed_on`: the reason that this rank passes on, if it is longer."""
         names = [self._ranks[rank] for rank in ranks]
         who = f"rank {names[0]}" if len(names) == 1 else f"each of the ranks {', '.join(map(str, names))}"
-        raise PeerFailed(f"{who} {reason}{rest}", names[0], None, reason)
+        raise PeerFailed(f"{who} {reason}{rest}", names[0], None, passed_on or reason)
 
 
 _living: "weakref.WeakSet[PeerMonitor]" = weakref.WeakSet()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from fsdp.errors import FEWER_BATCHES, UNEVEN_PATHS, name_ranks
+from fsdp.errors import FEWER_BATCHES, NO_SYNC, UNEVEN_PATHS, name_ranks
 
 RESTART_CALL: Final = "forward before the backward of its last one"
 """A call that is not a collective: see desync.py, the note on steps that fail where no hook fires."""
@@ -132,8 +132,9 @@ def remedies_for(calls: Iterable[str], alone: Sequence[int] = ()) -> list[str]:
     if causes and others:
         return [*sorted({*causes.values()}), FEWER_BATCHES]
     # the collectives of units
-    uneven = any(call.startswith(("all_gather(", "reduce_scatter(")) for call in others)
-    return [UNEVEN_PATHS] * uneven + [FEWER_BATCHES] * have_left_the_loop(calls)
+    reduces, gathers = (any(call.startswith(kind) for call in others) for kind in ("reduce_scatter(", "all_gather("))
+    left = have_left_the_loop(calls)
+    return [NO_SYNC] * (reduces and left) + [UNEVEN_PATHS] * (reduces or gathers) + [FEWER_BATCHES] * left
 
 
 def names_a_unit(label: str) -> bool:

@@ -303,6 +303,8 @@ class _Passes:
     """The forwards and backwards of a step, one after the other."""
 
     sent: tuple[Any, ...] = ()
+    part = "a forward"
+    """What runs now, for errors."""
 
     def __init__(self, job: Job, model: nn.Module, around: Callable[[], AbstractContextManager[None]]) -> None:
         self._job = job
@@ -313,10 +315,14 @@ class _Passes:
     def run(self, memory: Memory, played: RehearsedRank) -> None:
         """The passes of all micro-batches. The last one reduces gradients."""
         for number in range(self._job.micro_batches):
-            batch = self._job.batch()
+            batch, self.part = self._job.batch(), "a forward"
             with no_sync(self._model) if number < self._job.micro_batches - 1 else nullcontext(), self._around():
-                loss = self._job.loss(self._model(*batch.args, **batch.kwargs))
+                output = self._model(*batch.args, **batch.kwargs)
+                self.part = f"the loss of {type(output).__name__}, which the model returns,"
+                loss = self._job.loss(output)
+                del output
                 memory.forward_ended()
+                self.part = f"a backward from {type(loss).__name__}, the loss,"
                 torch.autograd.backward(loss)
                 del loss
             memory.wait_for_copies()
@@ -347,8 +353,9 @@ def _step(model: nn.Module, passes: Any, optimizer: torch.optim.Optimizer | None
         passes.reduce()
     except Exception as reason:
         raise ShardingError(
-            f"plan: a forward and backward on the meta device failed ({type(reason).__name__}: {reason}); give inputs that "
-            "fit the model, and a model that does not read the value of a tensor, because tensors have none there."
+            f"plan: {passes.part} on the meta device failed ({type(reason).__name__}: {reason}); give inputs that fit the "
+            "model, a loss that makes one number of what it returns, and read no value of a tensor, because tensors have none "
+            "there."
         ) from reason
     memory.wait_for_copies()
     memory.hold_gradients(model)

@@ -61,6 +61,8 @@ class PassesOfStage:
         self._gradients: list[tuple[Tensor, ...]] = []
         self._in_sends: dict[str, Any] = {}
         """What torch's schedule still refers to after it was sent: an output from before the first backward, and a gradient."""
+        self.part = ""
+        """What runs now, for errors."""
         self._micro_batches = 0
         self.sent: tuple[Sent, ...] = ()
         """What the next stage gets, of each micro-batch."""
@@ -81,7 +83,9 @@ class PassesOfStage:
         for number, batch in enumerate(batches):
             if self._index:
                 hop.carry("receive", _bytes_of(batch.args), "pp")
+            self.part = f"a forward of stage {self._index}"
             output = self._stage.submod(*batch.args, **batch.kwargs)
+            self.part = f"the loss of {type(output).__name__}, which stage {self._index} returns,"
             running.append((number, self._loss(output), [*batch.args, *batch.kwargs.values()]))
             if number == self._ahead - 2:
                 self._in_sends["output"] = [one.detach() for one in running[-1][1]]
@@ -103,6 +107,7 @@ class PassesOfStage:
         self._stage.perform_reduce_grad(self._micro_batches)
 
     def _backward(self, number: int, output: Any, inputs: Any, hop: Any, memory: Memory) -> None:
+        self.part = f"a backward of stage {self._index}"
         gradients = None if self._is_last else self._gradients[number]
         if gradients is not None:
             hop.carry("receive", _bytes_of(gradients), "pp")

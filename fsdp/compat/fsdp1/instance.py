@@ -124,15 +124,17 @@ class InstanceState(nn.Module):
         """What torch's functions for state dicts ask of a module.
 
         Raises:
-            ShardingError: they do not know this class, because the door is not installed, and would take this rank's part of an
-                optimizer's state for all of it.
+            ShardingError: they do not know this class, because the door is not installed, and what they do needs that.
         """
-        caller, names = caller_of_torch_states()
-        if caller and "model" not in caller and not isinstance(self, names["FSDP"]):
-            raise ShardingError(
-                f"{caller} would take this rank's part of the optimizer's state for all of it: call "
-                'fsdp.compat.install("torch_fsdp") before, or use FSDP.optim_state_dict and FSDP.optim_state_dict_to_load.'
-            )
+        call = caller_of_torch_states()
+        if call is not None and not isinstance(self, call.f_globals["FSDP"]):
+            name, given = call.f_code.co_name, call.f_locals
+            loads_full = name.startswith("set") and getattr(given.get("options"), "full_state_dict", False)
+            if "model" not in name or loads_full or given.get("submodules"):
+                raise ShardingError(
+                    f"{name} does not know this class, and would take this rank's part of a state for all of it, or nothing: "
+                    'call fsdp.compat.install("torch_fsdp") before, or use the methods of FSDP for state dicts.'
+                )
         return {}
 
     def _unshard(self, async_op: bool = False) -> residence.UnshardHandle | None:

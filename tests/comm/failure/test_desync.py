@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import NoReturn
 
@@ -15,7 +16,7 @@ from fsdp.comm.failure import desync, pending_call
 from fsdp.comm.failure.desync import CallSequence, DesyncDetector, WatchedWork
 from fsdp.comm.failure.pending_call import OBJECTS, PendingCall
 from fsdp.compat import ddp
-from fsdp.errors import FEWER_BATCHES, UNEVEN_PATHS
+from fsdp.errors import FEWER_BATCHES, NO_SYNC, UNEVEN_PATHS
 from tests.support.stores import MemoryStore
 
 
@@ -334,6 +335,17 @@ def test_what_rank_0_alone_reads_is_the_cause_and_no_evaluation(name: str) -> No
         fsdp.simulate(2, program)
     assert f"{cause} {FEWER_BATCHES}" in str(caught.value)
     assert UNEVEN_PATHS not in str(caught.value) and "(an evaluation)" not in str(caught.value)
+
+
+def test_no_sync_on_one_rank_alone_is_named_first() -> None:
+    def program(rank: int) -> None:
+        model = fsdp.fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), auto_wrap_policy={nn.Linear})
+        with fsdp.no_sync(model) if rank == 1 else nullcontext():
+            model(torch.ones(2, 4)).sum().backward()
+
+    with pytest.raises(fsdp.WorldError) as caught:
+        fsdp.simulate(2, program)
+    assert f"did not call. {NO_SYNC} {UNEVEN_PATHS}" in str(caught.value)
 
 
 def test_rank_0_does_not_end_before_the_others_have_read_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,8 +274,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no choice": ({"strategies": ["HYBRID_SHARD"], "world_size": 2}, "no choice is left for 2 ranks"),
     "a model that reads values": (
         {"model": lambda: Reads(4, 4), "inputs": lambda: torch.zeros(1, 4), "checkpointing": [False]},
-        "every choice is refused; the first one because: plan: a forward and backward on the meta device failed .*item",
+        "every choice is refused; the first one because: plan: a forward on the meta device failed .*item",
     ),
+    "a loss that fails": ({"loss": lambda output: output.logits}, r"the loss of Tensor, .* failed \(AttributeError: .*logits"),
+    "a loss that is no number": ({"loss": lambda output: 3.0}, "a backward from float, the loss, on the meta device failed"),
 }
 
 

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -82,18 +83,25 @@ def resumed_by_torch(is_full: bool) -> bool:
     return all(map(torch.equal, straight.parameters(), other.parameters()))
 
 
-def refused_by_torch() -> str:
-    """What torch's functions say of an optimizer's state while the door is not installed."""
+def refused_by_torch() -> list[str]:
+    """What torch's functions say of an optimizer's state, and of full values and modules, while the door is not installed."""
     model = wrapped()
     optimizer = OPTIMIZERS["groups"](model)
     train(model, optimizer, range(1))
     full = get_model_state_dict(model)
     assert all(torch.equal(value, full[name]) for name, value in model.state_dict().items())
-    try:
-        get_optimizer_state_dict(model, optimizer)
-    except ShardingError as error:
-        return str(error)
-    return ""
+    full_by_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    said = []
+    for call in (
+        lambda: get_optimizer_state_dict(model, optimizer),
+        lambda: set_model_state_dict(model, full if dist.get_rank() == 0 else {}, options=full_by_rank_0),
+        lambda: get_model_state_dict(model, submodules={model.module}),
+    ):
+        try:
+            call()
+        except ShardingError as error:
+            said.append(str(error))
+    return said
 
 
 def local_with_a_mesh(mesh: Any) -> list[str]:
