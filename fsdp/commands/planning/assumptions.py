@@ -1,7 +1,7 @@
 """What a plan took for granted: the dtypes, the inputs, the kernels, the memory that is left free, and what it cannot see."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -31,11 +31,11 @@ def assumptions(
     found: Rehearsal,
     reserve: int,
     sums: bool,
-    grows: bool | None,
+    notes: Sequence[str],
 ) -> Iterator[str]:
     """Sentences about what the numbers of a plan assume. `found`: any of its rehearsals. `sums`: it had no loss.
 
-    `grows`: whether ranks that share data have larger micro-batches, else more of them. None: no ranks share data.
+    `notes`: sentences about its other dimensions.
     """
     parameters = _dtypes_of(model)
     state = f", optimizer state {found.optimizer_dtypes}" if found.optimizer_dtypes else ", no optimizer state"
@@ -43,9 +43,7 @@ def assumptions(
     if found.optimizer_dtypes and {one.dtype for one in model.parameters() if one.requires_grad} <= _HALF:
         yield "The optimizer rounds its state and every update to 16 bits: this is the model's dtype (params float32 is another)."
     yield f"A micro-batch of {_described(batch)}."
-    if grows is not None:
-        more = "times the rows in a micro-batch" if grows else "times the micro-batches, one after another"
-        yield f"A step of every choice has as much data: ranks that share it by tp take tp {more}."
+    yield from notes
     if sums:
         yield "The backward begins at the sum of what the model returns: a loss of your own is not counted (loss= in Python)."
     if found.attention:
@@ -58,6 +56,16 @@ def assumptions(
         yield "The model uses torch.autocast, which does nothing here: activations are counted in the dtype of the parameters."
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
         yield "Recurrent layers are counted step by step; the fused kernels of a device keep another amount."
+
+
+def notes_of(tp: bool, pp: bool, grows: bool) -> Iterator[str]:
+    """Sentences about other dimensions. `tp`, `pp`: whether these are compared. `grows`: whether `inputs` takes a number."""
+    if tp:
+        more = "times the rows in a micro-batch" if grows else "times the micro-batches, one after another"
+        yield f"A step of every choice has as much data: ranks that share it by tp take tp {more}."
+    if pp:
+        yield "A pipeline runs 1F1B over pp times the micro-batches, and keeps no output of its last stage."
+        yield "Its step is that of the slowest stage, and a bubble of pp - 1 micro-batches (2021, arXiv:2104.04473, 2.2.1)."
 
 
 def _dtypes_of(model: nn.Module) -> str:

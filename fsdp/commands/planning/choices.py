@@ -15,7 +15,7 @@ from typing import Any, Final
 from torch import nn
 
 from fsdp.building.auto_units import auto_units
-from fsdp.commands.rehearsal.rehearse import ALONE, Dimensions, Rehearsal
+from fsdp.commands.rehearsal.rehearse import Dimensions, Rehearsal
 from fsdp.config import OffloadPolicy, find_strategy
 from fsdp.errors import ShardingError
 
@@ -108,19 +108,19 @@ class Choice:
         return []
 
 
-def make_dimensions(tp: Sequence[int], ep: Sequence[int], world_size: int) -> list[Dimensions]:
+def make_dimensions(tp: Sequence[int], ep: Sequence[int], pp: Sequence[int], world_size: int) -> list[Dimensions]:
     """Every product of these sizes that fits.
 
     Raises:
         ShardingError: a size is not one, or no product fits.
     """
-    for name, sizes in (("tp", tp), ("ep", ep)):
+    for name, sizes in (("tp", tp), ("ep", ep), ("pp", pp)):
         for size in sizes:
             if not isinstance(size, int) or size < 1 or world_size % size:
                 raise ShardingError(f"plan: {name} is {size!r}; give sizes that divide {world_size} ranks.")
-    found = [one for one in starmap(Dimensions, product(tp, ep)) if world_size % one.ranks == 0]
+    found = [one for one in starmap(Dimensions, product(tp, ep, pp)) if world_size % one.ranks == 0]
     if not found:
-        raise ShardingError(f"plan: no product of tp and ep divides {world_size} ranks; give other sizes.")
+        raise ShardingError(f"plan: no product of tp, ep and pp divides {world_size} ranks; give other sizes.")
     return found
 
 
@@ -142,14 +142,15 @@ def make_choices(
     found = []
     for strategy, shared in product(strategies, dimensions):
         find_strategy(strategy)
-        if strategy == "NO_SHARD" and shared != ALONE:
+        if strategy == "NO_SHARD" and shared.tp * shared.ep > 1:
             continue
+        ranks = world_size // shared.pp
         mesh = None
         if strategy == "HYBRID_SHARD":
             tp = shared.tp
-            if world_size <= per_host or world_size % per_host or per_host % tp or per_host == tp or shared.ep > 1:
+            if ranks <= per_host or ranks % per_host or per_host % tp or per_host == tp or shared.ep > 1:
                 continue
-            mesh = (world_size // per_host, per_host // tp)
+            mesh = (ranks // per_host, per_host // tp)
         for name, policy in units.items():
             says_units = len(units) > 1 or policy is None or isinstance(policy, NamedUnits)
             for recomputes, offloads in product(checkpointing, offload):
@@ -165,7 +166,7 @@ def make_choices(
     if not found:
         raise ShardingError(
             f"plan: no choice is left for {world_size} ranks, {per_host} on a host; HYBRID_SHARD needs several full hosts, "
-            "checkpointing needs inner units, NO_SHARD has no other dimension, and experts have no HYBRID_SHARD."
+            "checkpointing needs inner units, NO_SHARD has no tensor and expert parallelism, and experts have no HYBRID_SHARD."
         )
     return found
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp.commands.planning.choices import AUTO, STRATEGIES, UnitsOfClasses
 from fsdp.commands.planning.plan import OPTIMIZERS, plan
 from fsdp.commands.planning.plan_page import check_packages, write_plan
-from fsdp.commands.planning.shapes import SHAPES, Decoder, make_tokens, parallelize_decoder
+from fsdp.commands.planning.shapes import SHAPES, Decoder, cut_decoder, make_tokens, parallelize_decoder
 from fsdp.commands.rehearsal.hardware import DEVICES, NETWORKS
 from fsdp.commands.rehearsal.kernels import ATTENTION
 from fsdp.config import MixedPrecisionPolicy
@@ -58,6 +58,10 @@ def add_plan(commands: Any) -> None:
     parser.add_argument("--micro-batches", type=int, default=1, help="before each step of the optimizer (default: %(default)s)")
     parser.add_argument("--tp", type=int, nargs="+", default=[1], help="sizes of tensor parallelism to compare (default: 1)")
     parser.add_argument("--ep", type=int, nargs="+", default=[1], help="sizes of expert parallelism to compare (default: 1)")
+    parser.add_argument("--pp", type=int, nargs="+", default=[1], help="sizes of pipeline parallelism to compare (default: 1)")
+    parser.add_argument(
+        "--stages", help="package.module:function of a model, a number, and how many there are, which returns this stage"
+    )
     parser.add_argument(
         "--parallelize",
         help="package.module:function of a model and a mesh, which spreads layers over mesh['tp'] and experts over mesh['ep']",
@@ -113,6 +117,8 @@ def run_plan(given: argparse.Namespace) -> int:
         max_ranks=given.max_ranks,
         tp=given.tp,
         ep=given.ep,
+        pp=given.pp,
+        stages=_stages(given),
         parallelize=_parallelize(given),
         loss_parallel=given.loss_parallel or given.target in SHAPES,
     )
@@ -169,6 +175,17 @@ def _parallelize(given: argparse.Namespace) -> Callable[[nn.Module, Any], object
     if max(given.ep) > 1:
         raise ShardingError(f"plan: {given.target} has no experts; leave out --ep.")
     return parallelize_decoder
+
+
+def _stages(given: argparse.Namespace) -> Callable[[nn.Module, int, int], nn.Module] | None:
+    """What cuts the target into stages."""
+    if given.stages is not None:
+        return _import(given.stages)
+    if max(given.pp) == 1:
+        return None
+    if given.target not in SHAPES:
+        raise ShardingError("plan: --pp needs --stages package.module:function, of a model, a number, and how many there are.")
+    return cut_decoder
 
 
 def _of_transformers(path: Path) -> Callable[[], nn.Module]:

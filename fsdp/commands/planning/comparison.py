@@ -121,6 +121,7 @@ class Plan:
             "seconds": found.seconds,
             "computing": found.computing,
             "exposed": dict(found.exposed),
+            "stages": [{"peak": stage.peak, "seconds": stage.seconds} for stage in found.stages],
             "host_peak": found.host_peak,
             "host_held": dict(found.host_held),
         }
@@ -186,7 +187,7 @@ def _recommendation(plan: Plan) -> Iterator[str]:
         count = len(best.choice.unit_names)
         yield f"Its {count} inner units are chosen by name: give `fully_shard` the options in `plan.best.choice.options`."
     if best.choice.dimensions != ALONE:
-        yield from _mesh_of(plan, best.choice)
+        yield from _mesh_of(plan, best)
     yield from _price_of_recomputing(plan, best)
     if best.rehearsal.host_held:
         kinds = ", ".join(f"{kind} {size(held)}" for kind, held in best.rehearsal.host_held.items())
@@ -204,15 +205,20 @@ def _recommendation(plan: Plan) -> Iterator[str]:
         yield f"{one.choice.title} would be {gain:.1%} faster, and needs {size(one.rehearsal.peak - plan.usable)} more memory."
 
 
-def _mesh_of(plan: Plan, choice: Choice) -> Iterator[str]:
-    """The mesh of a choice with several dimensions, and what is sharded over which of them."""
-    sizes = choice.dimensions.sizes(plan.world_size, choice.mesh)
+def _mesh_of(plan: Plan, one: Candidate) -> Iterator[str]:
+    """The mesh of a choice with several dimensions, what is sharded over which of them, and the stages of a pipeline."""
+    choice = one.choice
+    stages = choice.dimensions.pp
+    sizes = choice.dimensions.sizes(plan.world_size // stages, choice.mesh)
     names = ", ".join(f'"{name}"' for name in sizes if name != TENSOR)
-    yield f"Its mesh: init_device_mesh(device, {(*sizes.values(),)}, mesh_dim_names={(*sizes,)}), for parallelize(model, mesh)."
-    if choice.dimensions.ep > 1:
-        yield f'Then experts are sharded over mesh["{REPEATED}"], and the model over mesh[{names}]._flatten("{DATA}").'
-    else:
-        yield f"Then the model is sharded over mesh[{names}]."
+    every = {"pp": stages, **sizes} if stages > 1 else sizes
+    yield f"Its mesh: init_device_mesh(device, {(*every.values(),)}, mesh_dim_names={(*every,)}), for parallelize(model, mesh)."
+    of_experts = f'experts are sharded over mesh["{REPEATED}"], and ' if choice.dimensions.ep > 1 else ""
+    flat = f'._flatten("{DATA}")' if of_experts else ""
+    part = f"{'each stage' if stages > 1 else 'the model'}{'' if of_experts else ' is sharded'}"
+    yield f"Then {of_experts}{part} over mesh[{names}]{flat}."
+    for number, stage in enumerate(one.rehearsal.stages if one.rehearsal else ()):
+        yield f"Stage {number}: {size(stage.peak)} of each rank, {1e3 * stage.seconds:.1f} ms without the bubble."
 
 
 def _price_of_recomputing(plan: Plan, best: Candidate) -> Iterator[str]:

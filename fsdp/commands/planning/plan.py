@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.building.choose_units import WrapPolicy
-from fsdp.commands.planning.assumptions import assumptions, default_reserve
+from fsdp.commands.planning.assumptions import assumptions, default_reserve, notes_of
 from fsdp.commands.planning.choices import (
     AUTO,
     STRATEGIES,
@@ -26,7 +26,8 @@ from fsdp.commands.planning.choices import (
 from fsdp.commands.planning.comparison import Candidate, Fewest, Plan
 from fsdp.commands.rehearsal.hardware import Cluster, Device, Link, find_device, find_network
 from fsdp.commands.rehearsal.kernels import ATTENTION, Attention
-from fsdp.commands.rehearsal.rehearse import ALONE, Batch, Job, rehearse
+from fsdp.commands.rehearsal.pipeline import rehearse_all
+from fsdp.commands.rehearsal.rehearse import Batch, Dimensions, Job
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import ShardingError
 
@@ -62,8 +63,10 @@ def plan(
     attention: Attention = "auto",
     tp: Sequence[int] = (1,),
     ep: Sequence[int] = (1,),
+    pp: Sequence[int] = (1,),
     parallelize: Callable[[nn.Module, Any], object] | None = None,
     loss_parallel: bool = False,
+    stages: Callable[[nn.Module, int, int], nn.Module] | None = None,
     options: Mapping[str, object] | None = None,
 ) -> Plan:
     """Say what a job needs with each choice of options, and which choice is the fastest that fits. Needs no process group.
@@ -100,9 +103,13 @@ def plan(
         tp: the sizes of tensor parallelism to compare: over how many ranks each layer is spread. These ranks share their data. A
             step of every choice trains on as much data, see `inputs`.
         ep: the sizes of expert parallelism to compare: over how many ranks, of those with data of their own, experts are spread.
+        pp: the sizes of pipeline parallelism to compare: how many stages there are, each on as many ranks. Stages run 1F1B, over
+            as many times more micro-batches.
         parallelize: a function of a model and a DeviceMesh that applies torch's parallel styles over `mesh["tp"]`, and makes the
             parameters of experts DTensors over `mesh["ep"]`. Called on the meta device, before the model is sharded over the
             other dimensions, with a mesh of the dimensions that are not 1.
+        stages: a function of a model, the number of a stage, and how many there are, that returns the module of this stage. Each
+            module takes what the one before it returns: tensors.
         loss_parallel: whether to run forwards and backwards under torch's `loss_parallel` where `tp` is not 1.
         options: other options of `fsdp.fully_shard`, the same for every choice.
 
@@ -115,8 +122,13 @@ def plan(
         raise ShardingError(f"plan: per_host is {per_host!r}; give the number of ranks on one host, at least 1.")
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ShardingError(f"plan: micro_batches is {micro_batches!r}; give a number, at least 1.")
-    shared = make_dimensions(tp, ep, world_size)
-    if (parallelize is None) is any(one != ALONE for one in shared):
+    shared = make_dimensions(tp, ep, pp, world_size)
+    if (stages is None) is any(one.pp > 1 for one in shared):
+        raise ShardingError(
+            "plan: stages belongs to pp; give the sizes to compare, as in pp=[1, 2], and a function of a model, the number of a "
+            "stage, and how many there are, that returns the module of this stage."
+        )
+    if (parallelize is None) is any(one.tp * one.ep > 1 for one in shared):
         raise ShardingError(
             "plan: parallelize belongs to tp and ep; give the sizes to compare, as in tp=[1, 2], and a function of a model and "
             "a mesh that applies torch's parallel styles."
@@ -141,6 +153,7 @@ def plan(
         micro_batches=micro_batches,
         parallelize=parallelize,
         loss_parallel=loss_parallel,
+        cut=stages,
         attention=attention,
     )
     own = {**(options or {}), **({} if mp_policy is None else {"mp_policy": mp_policy})}
@@ -150,15 +163,16 @@ def plan(
     if limit <= 0:
         raise ShardingError(f"plan: the reserve of {free} bytes leaves nothing of {given} bytes of memory.")
 
-    def job_of(tp: int) -> Job:
+    def job_of(dimensions: Dimensions) -> Job:
         """The job in which so many ranks share their data, with as much data in a step."""
+        more = micro_batches * dimensions.pp
         if not grows:
-            return replace(job, micro_batches=micro_batches * tp)
-        return replace(job, batch=lambda: _batch(partial(inputs, tp)))
+            return replace(job, micro_batches=more * dimensions.tp)
+        return replace(job, micro_batches=more, batch=lambda: _batch(partial(inputs, dimensions.tp)))
 
     def compare(policies: Mapping[str, WrapPolicy | None], offloads: Sequence[bool]) -> list[Candidate]:
         choices = make_choices(strategies, policies, checkpointing, offloads, world_size, per_host, shared, own)
-        return _different([_candidate(job_of(choice.dimensions.tp), choice) for choice in choices])
+        return _different([_candidate(job_of(choice.dimensions), choice) for choice in choices])
 
     policies: dict[str, WrapPolicy | None] = {**(units or {AUTO: AUTO})}
     for policy in policies.values():
@@ -200,7 +214,7 @@ def plan(
                 next(one.rehearsal for one in ordered if one.rehearsal),
                 free,
                 bool(summed),
-                None if max(tp) == 1 else grows,
+                tuple(notes_of(max(tp) > 1, max(pp) > 1, grows)),
             )
         ),
         None if max_ranks is None else _smallest_ranks(job_of, candidates, limit, max_ranks),
@@ -220,13 +234,13 @@ def _fits(one: Candidate, limit: int) -> bool:
     return one.rehearsal is not None and one.rehearsal.peak <= limit
 
 
-def _smallest_ranks(job_of: Callable[[int], Job], candidates: Sequence[Candidate], limit: int, most: int) -> Fewest:
+def _smallest_ranks(job_of: Callable[[Dimensions], Job], candidates: Sequence[Candidate], limit: int, most: int) -> Fewest:
     """The smallest number of ranks that fits. More ranks never need more memory of each, but for some padding."""
     sharded = [one for one in candidates if one.rehearsal is not None and one.choice.mesh is None]
     if not sharded:
         raise ShardingError("plan: max_ranks needs a strategy that spreads over all ranks, such as FULL_SHARD.")
     choice = min(sharded, key=lambda one: one.rehearsal.peak if one.rehearsal else 0).choice
-    job = job_of(choice.dimensions.tp)
+    job = job_of(choice.dimensions)
     per_host = job.cluster.per_host
     inside = [2**power for power in range(1, per_host.bit_length()) if 2**power < per_host]
     sizes = [
@@ -239,7 +253,7 @@ def _smallest_ranks(job_of: Callable[[int], Job], candidates: Sequence[Candidate
 
     @cache
     def peak(size: int) -> int:
-        return rehearse(replace(job, world_size=size), choice.options, choice.checkpointed(), choice.dimensions).peak
+        return rehearse_all(replace(job, world_size=size), choice.options, choice.checkpointed(), choice.dimensions).peak
 
     if peak(sizes[-1]) > limit:
         return Fewest(None, sizes[-1], choice.title, peak(sizes[-1]))
@@ -249,7 +263,7 @@ def _smallest_ranks(job_of: Callable[[int], Job], candidates: Sequence[Candidate
 
 def _candidate(job: Job, choice: Choice) -> Candidate:
     try:
-        return Candidate(choice, rehearse(job, choice.options, choice.checkpointed(), choice.dimensions), "")
+        return Candidate(choice, rehearse_all(job, choice.options, choice.checkpointed(), choice.dimensions), "")
     except ShardingError as refusal:
         return Candidate(choice, None, str(refusal))
 

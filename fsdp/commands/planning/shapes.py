@@ -61,17 +61,35 @@ class Decoder(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.embedding: nn.Module | None = nn.Embedding(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.blocks))
-        self.norm = nn.RMSNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.norm: nn.Module | None = nn.RMSNorm(shape.width)
+        self.head: nn.Module | None = nn.Linear(shape.width, shape.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
+        x = tokens if self.embedding is None else self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
+        if self.norm is None or self.head is None:
+            return x
         logits = self.head(self.norm(x[:, :-1]))
-        return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        # the last stage of a pipeline gets no tokens: any of them stand for the next ones
+        following = torch.zeros_like(x[:, 1:, 0], dtype=torch.long) if self.embedding is None else tokens[:, 1:]
+        return functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
+
+
+def cut_decoder(model: nn.Module, number: int, count: int) -> nn.Module:
+    """Of a `Decoder`, the stage of that number: some blocks; the first one has the embedding, the last one the head."""
+    assert isinstance(model, Decoder)
+    total = len(model.blocks)
+    if count > total:
+        raise ShardingError(f"plan: {total} blocks are less than {count} stages; give other sizes of pp.")
+    model.blocks = model.blocks[total * number // count : total * (number + 1) // count]
+    if number:
+        model.embedding = None
+    if number < count - 1:
+        model.norm = model.head = None
+    return model
 
 
 def parallelize_decoder(model: nn.Module, mesh: Any) -> None:
@@ -108,12 +126,11 @@ def parallelize_decoder(model: nn.Module, mesh: Any) -> None:
         for name in ("norm", "second_norm"):
             parallelize_module(block, tp, {name: SequenceParallel()})
             parallelize_module(block, tp, {name: complete})
-    parallelize_module(model.blocks[-1], tp, PrepareModuleOutput(**layouts))
-    ends = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "head": ColwiseParallel(use_local_output=False),
-    }
-    parallelize_module(model, tp, ends)
+    if model.embedding is not None:
+        parallelize_module(model.embedding, tp, RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)))
+    if model.head is not None:
+        parallelize_module(model.blocks[-1], tp, PrepareModuleOutput(**layouts))
+        parallelize_module(model.head, tp, ColwiseParallel(use_local_output=False))
 
 
 def make_tokens(batch: int, length: int) -> Tensor:

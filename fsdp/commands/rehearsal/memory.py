@@ -3,13 +3,13 @@
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -18,6 +18,7 @@ from fsdp.commands.rehearsal.hardware import Device
 from fsdp.commands.rehearsal.kernels import attention_flops
 from fsdp.commands.rehearsal.recall import Recall, is_collective, opens
 from fsdp.device.storage import MemoryTracker, size_of, storage_key
+from fsdp.params.use_outside_forward import to_local
 from fsdp.shards.shard_tensor import local_operators
 
 OPTIMIZER_STATE: Final = "optimizer state"
@@ -52,6 +53,10 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes that operators of the model and of the optimizer made and that are alive."""
         self._kept: dict[str, int] = {}
         """Bytes by kind that no operator has made since the last look at them."""
+        self._accumulated: Callable[[], Iterable[Tensor]] = tuple
+        """The gradients that the engine keeps under no_sync."""
+        self._of_both = (0, 0)
+        """What the engine says of these, and how much of it operators of the model have made, when it last changed."""
         self._offloaded: set[int] = set()
         """The storages of shards in host memory."""
         self._host_kept: dict[str, int] = {}
@@ -68,12 +73,19 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The most bytes that were held at once while operators were watched."""
         self.at_peak: dict[str, int] = {}
 
-    def observe(self, tracker: MemoryTracker, at_rest: Iterable[Tensor], offloaded: Sequence[Tensor]) -> None:
+    def observe(
+        self,
+        tracker: MemoryTracker,
+        accumulated: Callable[[], Iterable[Tensor]],
+        at_rest: Iterable[Tensor],
+        offloaded: Sequence[Tensor],
+    ) -> None:
         """Look at this engine's bytes from now on.
 
-        `at_rest`: tensors that stay where they are. `offloaded`: shards in host memory, as are gradients and optimizer state.
+        `accumulated`: returns the gradients that it keeps. `at_rest`: tensors that stay where they are. `offloaded`: shards in
+        host memory, as are gradients and optimizer state.
         """
-        self._tracker = tracker
+        self._tracker, self._accumulated = tracker, accumulated
         self._offloaded = {storage_key(shard) for shard in offloaded}
         self.hold(AT_REST, sum(map(size_of, at_rest)))
         if offloaded:
@@ -84,6 +96,10 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_host = self._offloaded and kind in (GRADIENTS, OPTIMIZER_STATE)
         (self._host_kept if on_host else self._kept)[kind] = count
         self._note_on_host()
+
+    def hold_gradients(self, model: nn.Module) -> None:
+        """From now on the gradients that the model's parameters have now are held."""
+        self.hold(GRADIENTS, bytes_of(parameter.grad for parameter in model.parameters()))
 
     @contextmanager
     def optimizing(self) -> Iterator[None]:
@@ -96,7 +112,7 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def forward_ended(self) -> None:
         """A forward has ended, and its backward has not begun."""
-        self.saved = self._live
+        self.saved = self._live - self._counted_by_both()
 
     def wait_for_copies(self) -> None:
         """A backward has ended: the host program waits for the copies."""
@@ -111,13 +127,22 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note(self) -> None:
         """Compare what is held now with the peak."""
-        total = self._tracker.now + self._live + sum(self._kept.values())
+        live = self._live - self._counted_by_both()
+        total = self._tracker.now + live + sum(self._kept.values())
         if total > self.peak:
             self.peak = total
-            kinds = Counter({OPTIMIZER if self._is_optimizing else ACTIVATIONS: self._live, **self._kept})
+            kinds = Counter({OPTIMIZER if self._is_optimizing else ACTIVATIONS: live, **self._kept})
             for kind, held in self._tracker.held.items():
                 kinds[KINDS[kind]] += held
             self.at_peak = {kind: held for kind, held in kinds.items() if held}
+
+    def _counted_by_both(self) -> int:
+        """Bytes of gradients that the engine keeps, and that operators of the model have made."""
+        said, count = self._tracker.held.get("kept", 0), self._of_both[1]
+        if said != self._of_both[0]:
+            made = {storage_key(one): size_of(one) for one in self._accumulated() if storage_key(one) in self._storages}
+            self._of_both = said, (count := sum(made.values()))
+        return count
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -181,6 +206,12 @@ def _tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         return _tensors_in(tuple(value.values()))
     return [one for item in value for one in _tensors_in(item)] if isinstance(value, tuple | list) else []
+
+
+def bytes_of(values: Iterable[Any]) -> int:
+    """Bytes of the memory behind the tensors among these values, each memory once."""
+    tensors = [to_local(value) for value in values if isinstance(value, Tensor) and value.is_meta]
+    return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def _local_size(tensor: Tensor) -> int:

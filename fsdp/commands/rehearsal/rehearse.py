@@ -24,14 +24,14 @@ from fsdp.comm.simulated import play
 from fsdp.commands.rehearsal.clock import Clock
 from fsdp.commands.rehearsal.hardware import Cluster
 from fsdp.commands.rehearsal.kernels import Attention, SeesAutocast, kernels_of
-from fsdp.commands.rehearsal.memory import GRADIENTS, OPTIMIZER_STATE, Memory
+from fsdp.commands.rehearsal.memory import GRADIENTS, OPTIMIZER_STATE, Memory, bytes_of
 from fsdp.commands.rehearsal.recall import Recall, Recalling
 from fsdp.commands.rehearsal.rehearsed_communicator import Collective, RehearsedRank, last_of_reductions
-from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.params.use_outside_forward import to_local
+from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_in
 
 DATA: Final = "dp"
@@ -49,18 +49,20 @@ class Dimensions(NamedTuple):
     """So many ranks share every layer, and their data."""
     ep: int = 1
     """So many ranks, of those with data of their own, share the experts."""
+    pp: int = 1
+    """So many groups of ranks have a stage of a pipeline each. `rehearse` takes one stage, and the ranks that have it."""
 
     @property
     def ranks(self) -> int:
         """So many ranks have one copy of the model, or a multiple of it."""
-        return self.tp * self.ep
+        return self.tp * self.ep * self.pp
 
     def __str__(self) -> str:
         """As " x tp 2": those that are not 1."""
         return "".join(f" x {name} {size}" for name, size in self._asdict().items() if size > 1)
 
     def sizes(self, world_size: int, hybrid: tuple[int, int] | None) -> dict[str, int]:
-        """Of a mesh of all ranks, the dimensions. Ranks that share a layer are neighbours, on one host if it has enough.
+        """Of a mesh of these ranks, the dimensions. Ranks that share a layer are neighbours, on one host if it has enough.
 
         `hybrid`: (replicas, shards), for HYBRID_SHARD.
         """
@@ -75,6 +77,17 @@ class Dimensions(NamedTuple):
 
 ALONE: Final = Dimensions()
 """Data alone divides the job."""
+
+
+class Stage(NamedTuple):
+    """One of the stages of a pipeline."""
+
+    number: int
+    total: int
+
+
+ONLY: Final = Stage(0, 1)
+"""There is no pipeline."""
 
 
 class Batch(NamedTuple):
@@ -92,8 +105,8 @@ class Job:
     """Makes the model, with every tensor on the meta device."""
     batch: Callable[[], Batch]
     """Makes a rank's micro-batch on the meta device."""
-    loss: Callable[[Any], Tensor]
-    """From what the model returns to a scalar."""
+    loss: Callable[[Any], Any]
+    """From what the model returns to a scalar; of a stage that is not the last one: to the tensors that it sends."""
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
     world_size: int
     cluster: Cluster
@@ -103,6 +116,8 @@ class Job:
     """Applies torch's parallel styles to a model, over a DeviceMesh of all ranks."""
     loss_parallel: bool = False
     """Whether forwards and backwards run under torch's `loss_parallel` where ranks share layers."""
+    cut: Callable[[nn.Module, int, int], nn.Module] | None = None
+    """Of a model, a number and how many there are: the module of this stage of a pipeline."""
     attention: Attention = "auto"
     """Which kernel a scaled_dot_product_attention takes."""
     recall: Recall = field(default_factory=Recall, compare=False)
@@ -144,6 +159,12 @@ class Rehearsal:
     """Bytes of host memory with an offload policy: the most that were held at once."""
     host_held: Mapping[str, int] = field(default_factory=dict)
     """These bytes by kind."""
+    passing: float = 0.0
+    """Seconds of forwards and backwards, without reductions after the last one and without the optimizer, estimated."""
+    sent: tuple[Any, ...] = ()
+    """What a stage of a pipeline sends to the next one, for each micro-batch."""
+    stages: tuple["Rehearsal", ...] = ()
+    """Those of a pipeline."""
 
     @property
     def received(self) -> int:
@@ -156,8 +177,11 @@ def rehearse(
     options: Mapping[str, Any],
     checkpointed: Callable[[nn.Module], list[nn.Module]] | None = None,
     dimensions: Dimensions = ALONE,
+    stage: Stage = ONLY,
 ) -> Rehearsal:
     """Run the job with these options of `fully_shard`. `checkpointed`: the modules whose activations are recomputed.
+
+    `stage`: what the job's model is of a pipeline.
 
     Raises:
         ShardingError: the engine refuses the options, or the model does something that needs values.
@@ -176,22 +200,24 @@ def rehearse(
         fully_shard(model, param_init_fn=stay_on_meta, **options)
         (engine,) = engines_in(model, "plan")
         offloaded = [flat.shard for unit in engine.units for flat in unit.flats if flat.home.copies]
-        memory.observe(engine.tracker, chain(model.buffers(), _not_sharded(model, engine.units)), offloaded)
+        memory.observe(
+            engine.tracker, partial(_accumulated, engine), chain(model.buffers(), _not_sharded(model, engine.units)), offloaded
+        )
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = job.optimizer(parameters) if job.optimizer is not None and parameters else None
         sees = SeesAutocast()
-        around = _around(job, dimensions)
+        passes = _passes(job, model, stage, dimensions)
         with Recalling(job.recall), sees:
             for _ in range(WARM_UP):
-                _step(job, model, optimizer, memory, around)
+                _step(model, passes, optimizer, memory, played)
         if offloaded:
-            played.copy_to_host(last_of_reductions(played.launched))
+            played.copy_to_host(last_of_reductions(played.launched, {*played.dimensions.values(), "torch", "pp"}))
         played.launched.clear()
         clock.exposed.clear()
         taken.clear()
         began, computed, latency = clock.now, clock.computing, clock.latency
         with memory:
-            _step(job, model, optimizer, memory, around)
+            passed = _step(model, passes, optimizer, memory, played)
         return Rehearsal(
             peak=memory.peak,
             held=dict(memory.at_peak),
@@ -209,6 +235,8 @@ def rehearse(
             autocast=sees.used,
             host_peak=memory.host_peak,
             host_held=dict(memory.host_at_peak),
+            passing=passed - began,
+            sent=passes.sent,
         )
 
 
@@ -271,48 +299,74 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _around(job: Job, dimensions: Dimensions) -> Callable[[], AbstractContextManager[None]]:
-    """What a forward and a backward run under."""
-    if dimensions.tp == 1 or not job.loss_parallel:
-        return nullcontext
-    from fsdp.commands.rehearsal.torch_groups import loss_parallel
+class _Passes:
+    """The forwards and backwards of a step, one after the other."""
 
-    return loss_parallel
+    sent: tuple[Any, ...] = ()
+    part = "a forward"
+    """What runs now, for errors."""
 
+    def __init__(self, job: Job, model: nn.Module, around: Callable[[], AbstractContextManager[None]]) -> None:
+        self._job = job
+        self._model = model
+        self._around = around
+        """What they run under."""
 
-def _step(
-    job: Job,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    memory: Memory,
-    around: Callable[[], AbstractContextManager[None]],
-) -> None:
-    for number in range(job.micro_batches):
-        batch, part = job.batch(), "a forward"
-        try:
-            with no_sync(model) if number < job.micro_batches - 1 else nullcontext(), around():
-                output = model(*batch.args, **batch.kwargs)
-                part = f"the loss of {type(output).__name__}, which the model returns,"
-                loss = job.loss(output)
+    def run(self, memory: Memory, played: RehearsedRank) -> None:
+        """The passes of all micro-batches. The last one reduces gradients."""
+        for number in range(self._job.micro_batches):
+            batch, self.part = self._job.batch(), "a forward"
+            with no_sync(self._model) if number < self._job.micro_batches - 1 else nullcontext(), self._around():
+                output = self._model(*batch.args, **batch.kwargs)
+                self.part = f"the loss of {type(output).__name__}, which the model returns,"
+                loss = self._job.loss(output)
                 del output
                 memory.forward_ended()
-                part = f"a backward from {type(loss).__name__}, the loss,"
+                self.part = f"a backward from {type(loss).__name__}, the loss,"
                 torch.autograd.backward(loss)
                 del loss
-        except Exception as reason:
-            raise ShardingError(
-                f"plan: {part} on the meta device failed ({type(reason).__name__}: {reason}); give inputs that fit the model, a "
-                "loss that makes one number of what it returns, and read no value of a tensor, because tensors have none there."
-            ) from reason
-        memory.wait_for_copies()
-        memory.hold(GRADIENTS, _bytes_of(parameter.grad for parameter in model.parameters()))
+            memory.wait_for_copies()
+            memory.hold_gradients(self._model)
+
+    def reduce(self) -> None:
+        """Nothing: the last backward has."""
+
+
+def _passes(job: Job, model: nn.Module, stage: Stage, dimensions: Dimensions) -> Any:
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    if dimensions.tp > 1 and job.loss_parallel:
+        from fsdp.commands.rehearsal.torch_groups import loss_parallel
+
+        around = loss_parallel
+    if stage.total == 1:
+        return _Passes(job, model, around)
+    from fsdp.commands.rehearsal.stage_passes import PassesOfStage  # the import takes a second
+
+    return PassesOfStage(model, stage, lambda: [job.batch() for _ in range(job.micro_batches)], job.loss, around)
+
+
+def _step(model: nn.Module, passes: Any, optimizer: torch.optim.Optimizer | None, memory: Memory, played: RehearsedRank) -> float:
+    """One step; returns when the passes had ended."""
+    try:
+        passes.run(memory, played)
+        passed = played.clock.now
+        passes.reduce()
+    except Exception as reason:
+        raise ShardingError(
+            f"plan: {passes.part} on the meta device failed ({type(reason).__name__}: {reason}); give inputs that fit the "
+            "model, a loss that makes one number of what it returns, and read no value of a tensor, because tensors have none "
+            "there."
+        ) from reason
+    memory.wait_for_copies()
+    memory.hold_gradients(model)
     if optimizer is not None:
         with memory.optimizing():
             # without a closure the engine calls the operators of torch's optimizers where no mode sees them
             optimizer.step(*([_no_loss] if type(optimizer).__module__.startswith("torch.optim") else []))
-        memory.hold(OPTIMIZER_STATE, _bytes_of(value for values in optimizer.state.values() for value in values.values()))
+        memory.hold(OPTIMIZER_STATE, bytes_of(value for values in optimizer.state.values() for value in values.values()))
     model.zero_grad()
     memory.hold(GRADIENTS, 0)
+    return passed
 
 
 def _no_loss() -> float:
@@ -331,10 +385,10 @@ def _not_sharded(model: nn.Module, units: Iterable[Unit]) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if id(parameter) not in sharded]
 
 
-def _bytes_of(values: Iterable[Any]) -> int:
-    """Bytes of the memory behind the tensors among these values, each memory once."""
-    tensors = [to_local(value) for value in values if isinstance(value, Tensor) and value.is_meta]
-    return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+def _accumulated(engine: Engine) -> list[Tensor]:
+    """The gradients that are kept under no_sync."""
+    kept = [one.unsharded for bucket in engine.reducer.buckets for one in bucket.accumulated.values()]
+    return [to_local(one) for one in kept]
 
 
 def _dtypes_of(optimizer: torch.optim.Optimizer) -> str:

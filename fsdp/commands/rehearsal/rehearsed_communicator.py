@@ -3,7 +3,7 @@
 Values do not exist, so no result is needed. What is recorded is what reaches the rank, and when.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -103,15 +103,19 @@ class RehearsedCommunicator(SingleRankCommunicator):
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         return self._launch("all_reduce", label, 2 * (self.size - 1) * tensor.nbytes // self.size, tensor.nbytes)
 
-    def all_to_all(self, received: int, label: str) -> Work:
-        """Exchange a part with each rank. `received`: bytes that reach this one."""
-        return self._launch("all_to_all", label, received)
+    def carry(self, kind: str, received: int, label: str) -> Work:
+        """Launch what is not the engine's: a collective of torch, or a transfer between stages of a pipeline."""
+        self._played.launched.append(Collective(kind, label, self.size, received))
+        clock = self._played.clock
+        return _Awaited(clock, clock.launch(self.ranks, received), label)
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
         return self._launch("broadcast", label, 0)
 
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
-        """All ranks say the same."""
+        """All ranks say the same. Tensors are what an all-to-all of torch sends, a part to each rank."""
+        if isinstance(thing, list) and thing and all(isinstance(part, Tensor) for part in thing):
+            self.carry("all_to_all", sum([part.nbytes for part in thing[1:]]), label).wait()
         return [thing] * self.size
 
     def _launch(self, kind: str, label: str, received: int, result: int = 0) -> Work:
@@ -124,9 +128,12 @@ class RehearsedCommunicator(SingleRankCommunicator):
         return _Awaited(clock, end, label)
 
 
-def last_of_reductions(launched: Sequence[Collective]) -> str:
-    """The kind of collective that ends the reduction of a gradient: an all-reduce where several ranks hold the same shard."""
-    return "all_reduce" if any(one.kind == "all_reduce" for one in launched) else "reduce_scatter"
+def last_of_reductions(launched: Sequence[Collective], others: Container[str]) -> str:
+    """The kind of collective that ends the reduction of a gradient: an all-reduce where several ranks hold the same shard.
+
+    `others`: the labels of those that are not the engine's.
+    """
+    return "all_reduce" if any(one.kind == "all_reduce" and one.label not in others for one in launched) else "reduce_scatter"
 
 
 class _Awaited:

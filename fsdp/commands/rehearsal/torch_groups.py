@@ -67,9 +67,9 @@ def call_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if work is not None:
             work.wait()
         return args[0]
-    launch = _LAUNCHES.get(name.removesuffix("_").removesuffix("_coalesced").removesuffix("_out"))
-    if launch is None:
-        raise ShardingError(f"plan: torch's {name} is not counted; a plan counts {', '.join(_LAUNCHES)}.")
+    kind, received = _COUNTED.get(name.removesuffix("_").removesuffix("_coalesced").removesuffix("_out"), (name, None))
+    if received is None:
+        raise ShardingError(f"plan: torch's {name} is not counted; a plan counts {', '.join(_COUNTED)}.")
     result = func(*args, **kwargs)
     given = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     group = c10d_bindings._resolve_process_group(given["group_name"])
@@ -77,26 +77,23 @@ def call_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     label = played.dimensions.get(ranks, "torch")
     comm = played.comm(label, ranks)
     for one, made in zip(args[0], result, strict=True) if isinstance(result, list) else [(args[0], result)]:
-        played.in_flight[storage_key(made)] = launch(comm, label, one, made, given)
+        played.in_flight[storage_key(made)] = comm.carry(kind, received(len(ranks), one, made, given), label)
     return result
 
 
-_Launch: TypeAlias = Callable[[Any, str, Tensor, Tensor, Mapping[str, Any]], Any]
-
-
-def _exchange(comm: Any, label: str, given: Tensor, made: Tensor, arguments: Mapping[str, Any]) -> Any:
-    """Send a part to each rank. What stays here is the first part, because the first rank is played."""
+def _exchanged(size: int, given: Tensor, made: Tensor, arguments: Mapping[str, Any]) -> int:
+    """What stays here is the first part, because the first rank is played."""
     parts = arguments.get("output_split_sizes")
-    kept = made.nbytes // comm.size if not parts else parts[0] * made[:1].nbytes
-    return comm.all_to_all(made.nbytes - kept, label)
+    return made.nbytes - (parts[0] * made[:1].nbytes if parts else made.nbytes // size)
 
 
-_LAUNCHES: Final[Mapping[str, _Launch]] = {
-    "all_reduce": lambda comm, label, given, made, _: comm.all_reduce(made, "sum", label),
-    "all_gather_into_tensor": lambda comm, label, given, made, _: comm.all_gather(made, label),
-    "reduce_scatter_tensor": lambda comm, label, given, made, _: comm.reduce_scatter(given, made, label),
-    "broadcast": lambda comm, label, given, made, _: comm.broadcast(made, 0, label),
-    "all_to_all_single": _exchange,
-    "shard_dim_alltoall": _exchange,
+_Received: TypeAlias = Callable[[int, Tensor, Tensor, Mapping[str, Any]], int]
+_COUNTED: Final[Mapping[str, tuple[str, _Received | None]]] = {
+    "all_reduce": ("all_reduce", lambda size, given, made, _: 2 * (size - 1) * made.nbytes // size),
+    "all_gather_into_tensor": ("all_gather", lambda size, given, made, _: made.nbytes - made.nbytes // size),
+    "reduce_scatter_tensor": ("reduce_scatter", lambda size, given, made, _: given.nbytes - made.nbytes),
+    "broadcast": ("broadcast", lambda size, given, made, _: 0),
+    "all_to_all_single": ("all_to_all", _exchanged),
+    "shard_dim_alltoall": ("all_to_all", _exchanged),
 }
-"""How a rehearsed communicator launches each functional collective, by its name."""
+"""For each functional collective its kind, and the bytes that reach the first rank of so many."""

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp
@@ -96,6 +98,17 @@ def test_ranks_that_share_a_layer_are_on_one_host_where_it_has_enough() -> None:
     assert inside.collectives == across.collectives
 
 
+def test_only_reduced_gradients_are_copied_to_the_host() -> None:
+    def copied(**changed: Any) -> float:
+        slow = replace(FAST, host_link=Link(1e5, 0.0))
+        (one,) = by_size(plan(tp=[2], offload=[True], optimizer=None, device=slow, **changed)).values()
+        return one.seconds * 1e5 / one.host_held["shards"]
+
+    # a shard goes to the device for the forward and for the backward, and its gradient comes back
+    assert 2.0 < copied() < 4.0
+    assert copied(inputs=lambda shared_by: rows(64 * shared_by)) < copied() + 1
+
+
 def test_the_smallest_number_of_ranks_is_a_multiple_of_those_that_share_layers() -> None:
     peak = by_size(plan(tp=[4], world_size=8))[4].peak
     found = plan(tp=[4], memory=peak, max_ranks=16)
@@ -121,8 +134,34 @@ def test_experts_on_some_ranks_each_are_compared() -> None:
     assert 'experts are sharded over mesh["edp"], and the model over mesh["edp", "ep"]._flatten("dp")' in only
 
 
+def cut(model: nn.Module, number: int, count: int) -> nn.Module:
+    """A stage of a `Language`."""
+    assert isinstance(model, Language)
+    layers = [model.embedding, *model.blocks, model.head]
+    return nn.Sequential(*layers[len(layers) * number // count : len(layers) * (number + 1) // count])
+
+
+def test_stages_of_a_pipeline_are_compared() -> None:
+    found = plan(tp=[1], pp=[1, 2], parallelize=None, stages=cut, loss=lambda output: output.float().square().mean())
+    assert {one.choice.title for one in found.candidates} == {"FULL_SHARD", "FULL_SHARD x pp 2"}
+    assert "A pipeline runs 1F1B over pp times the micro-batches" in str(found)
+    listed = {one["title"]: one for one in json.loads(found.to_json())["candidates"]}
+    assert len(listed["FULL_SHARD x pp 2"]["stages"]) == 2 and not listed["FULL_SHARD"]["stages"]
+    only = str(plan(tp=[2], pp=[2], stages=cut, parallelize=lambda *_: None))
+    assert "(2, 2, 2), mesh_dim_names=('pp', 'dp', 'tp')" in only
+    assert 'Then each stage is sharded over mesh["dp"].' in only and "Stage 1: " in only
+
+
 def fails(model: nn.Module, mesh: DeviceMesh) -> None:
     raise KeyError("no such layer")
+
+
+class Returns(nn.Sequential):
+    """Returns text."""
+
+    def forward(self, x: Tensor) -> Any:
+        super().forward(x)
+        return "text"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -130,8 +169,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no size": ({"ep": [0]}, "ep is 0; give sizes"),
     "sizes without a function": ({"parallelize": None}, "parallelize belongs to tp and ep"),
     "a function without sizes": ({"tp": [1]}, "parallelize belongs to tp and ep"),
-    "a product of more ranks": ({"tp": [4], "ep": [4]}, "no product of tp and ep divides 8 ranks"),
-    "only what has no other dimension": ({"strategies": ["NO_SHARD"], "tp": [2]}, "NO_SHARD has no other dimension"),
+    "stages without sizes": ({"stages": cut}, "stages belongs to pp"),
+    "stages that fail": (
+        {"tp": [1], "parallelize": None, "pp": [2], "stages": lambda *_: [][0]},
+        r"stages failed for stage 0 of 2 \(IndexError",
+    ),
+    "a stage without parameters": (
+        {"tp": [1], "parallelize": None, "pp": [2], "stages": lambda *_: nn.ReLU()},
+        "stages returned ReLU for stage 0 of 2; return a module that has parameters",
+    ),
+    "a stage that returns no tensor": (
+        {"tp": [1], "parallelize": None, "pp": [2], "stages": lambda model, *_: Returns(model)},
+        "a stage that is not the last one returned str; return ordinary tensors",
+    ),
+    "a product of more ranks": ({"tp": [4], "ep": [4]}, "no product of tp, ep and pp divides 8 ranks"),
+    "only what has no other dimension": (
+        {"strategies": ["NO_SHARD"], "tp": [2]},
+        "NO_SHARD has no tensor and expert parallelism",
+    ),
     "a function that fails": ({"tp": [2], "parallelize": fails}, r"parallelize failed on DeviceMesh\(.*tp=2.*KeyError"),
     "no experts": ({"tp": [1], "ep": [2], "parallelize": lambda model, mesh: None}, 'spread no parameter over mesh."ep"'),
     "heads that cannot be divided": (
@@ -167,11 +222,33 @@ def test_what_is_sent_between_two_ranks_is_refused() -> None:
         plan(lambda: Sends(8, 8), inputs=lambda: torch.zeros(2, 8), tp=[2], parallelize=lambda *_: None, units={"all": None})
 
 
+class Exchanges(nn.Linear):
+    """Calls collectives of torch that are not functional."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        arrived = torch.empty_like(x)
+        dist.all_to_all_single(arrived, x)
+        dist.all_reduce(arrived)
+        return super().forward(arrived)
+
+
+def test_other_collectives_of_torch_are_counted() -> None:
+    (found,) = by_size(
+        plan(lambda: Exchanges(8, 8), inputs=lambda: torch.zeros(16, 8), tp=[2], parallelize=lambda *_: None, units={"all": None})
+    ).values()
+    count = 16 * 8 * 4
+    # two micro-batches among eight ranks, and in a ring a sum passes everything twice
+    counted = [(one.kind, one.received) for one in found.collectives if one.label == "torch"]
+    assert counted == 2 * [("all_to_all", count * 7 // 8), ("all_reduce", 2 * count * 7 // 8)]
+
+
 def test_the_command_compares_sizes_of_a_built_in_shape(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "decoder-125m", "--world-size", "4", "--length", "64", "--strategies", "FULL_SHARD", "--units", "Block"]
     assert main([*command, "--tp", "1", "2"]) == 0
     printed = capsys.readouterr().out
     assert "FULL_SHARD x tp 2, checkpointed" in printed and "tp times the rows" in printed
+    assert main([*command, "--pp", "2"]) == 0
+    assert "Recommended: FULL_SHARD x pp 2" in capsys.readouterr().out
     assert main([*command, "--ep", "2"]) == 1
     assert "decoder-125m has no experts; leave out --ep" in capsys.readouterr().err
 
@@ -181,6 +258,10 @@ def test_the_command_takes_a_function_of_ones_own(capsys: pytest.CaptureFixture[
     command = ["plan", f"{here}:llama", "--inputs", f"{here}:rows", "--world-size", "4", "--strategies", "FULL_SHARD"]
     assert main([*command, "--tp", "2"]) == 1
     assert "--tp and --ep need --parallelize package.module:function" in capsys.readouterr().err
+    assert main([*command, "--pp", "2"]) == 1
+    assert "--pp needs --stages package.module:function" in capsys.readouterr().err
+    assert main([*command, "--pp", "2", "--stages", f"{here}:cut"]) == 0
+    assert "FULL_SHARD x pp 2" in capsys.readouterr().out
     parallelize = "tests.commands.rehearsal.parallel_models:parallelize_llama"
     assert main([*command, "--tp", "2", "--parallelize", parallelize]) == 0
     assert "Recommended: FULL_SHARD x tp 2" in capsys.readouterr().out

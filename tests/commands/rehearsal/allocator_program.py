@@ -19,11 +19,12 @@ from tests.commands.rehearsal.models import MODELS, Case
 
 SIZE = 8
 STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
+ACCUMULATED, ACCUMULATING = ("GPT", "Llama"), "FULL_SHARD over three micro-batches"
 ROWS = 16
 """Times as many inputs as in other tests, so that activations count."""
 
 
-def peak_of(case: Case, strategy: str) -> tuple[int, int]:
+def peak_of(case: Case, strategy: str, micro_batches: int = 1) -> tuple[int, int]:
     """Bytes held at most in a third step, and of these the engine's peak over all steps."""
 
     def train() -> Iterator[int]:
@@ -31,10 +32,10 @@ def peak_of(case: Case, strategy: str) -> tuple[int, int]:
         model = fsdp.fully_shard(case.build(), auto_wrap_policy=case.units, sharding_strategy=strategy)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
         inputs = torch.cat([case.inputs()] * ROWS)
-        step(model, optimizer, inputs)
+        step(model, optimizer, inputs, micro_batches)
         gc.collect()
         yield 0
-        step(model, optimizer, inputs)
+        step(model, optimizer, inputs, micro_batches)
         yield fsdp.memory_bytes(model, peak=True)
 
     (_, peak), engine = allocated(train)
@@ -69,7 +70,10 @@ def allocated(run: Callable[[], Iterator[int]]) -> tuple[list[Held], int]:
     return [Held(part[-1], max(part)) for part in parts], yielded[-1]
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> None:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, micro_batches: int) -> None:
+    for _ in range(micro_batches - 1):
+        with fsdp.no_sync(model):
+            model(inputs).float().square().mean().backward()
     model(inputs).float().square().mean().backward()
     optimizer.step()
     model.zero_grad()
@@ -79,6 +83,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=SIZE)
     found = {(name, strategy): peak_of(case, strategy) for name, case in MODELS.items() for strategy in STRATEGIES}
+    found |= {(name, ACCUMULATING): peak_of(MODELS[name], "FULL_SHARD", 3) for name in ACCUMULATED}
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 

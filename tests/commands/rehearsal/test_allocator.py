@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fsdp.commands.rehearsal.rehearse import Batch, rehearse
-from tests.commands.rehearsal.allocator_program import ROWS, SIZE, STRATEGIES
+from tests.commands.rehearsal.allocator_program import ACCUMULATED, ACCUMULATING, ROWS, SIZE, STRATEGIES
 from tests.commands.rehearsal.models import MODELS
 from tests.commands.rehearsal.test_rehearse import job_of, options_of
 from tests.support.processes import results_of
@@ -29,4 +29,15 @@ def test_the_peak_is_that_of_the_allocator(name: str, strategy: str, peaks: Peak
     peak, engine = peaks[name, strategy]
     assert found.engine_peak == engine
     assert found.peak == pytest.approx(peak, rel=0.05)
+    assert sum(found.held.values()) == found.peak
+
+
+@pytest.mark.parametrize("name", ACCUMULATED)
+def test_gradients_that_are_kept_under_no_sync_are_counted_once(name: str, peaks: Peaks) -> None:
+    job = job_of(MODELS[name], SIZE, micro_batches=3)
+    inputs = torch.cat([MODELS[name].inputs()] * ROWS).to("meta")
+    found = rehearse(replace(job, batch=lambda: Batch((inputs,))), options_of(MODELS[name], "FULL_SHARD", SIZE))
+    peak, engine = peaks[name, ACCUMULATING]
+    assert found.engine_peak == engine
+    assert found.peak == pytest.approx(peak, rel=0.03)
     assert sum(found.held.values()) == found.peak
