@@ -26,6 +26,7 @@ class Versions:
         "_at_pass",
         "_copies",
         "_flats",
+        "_movable",
         "_others_at_gather",
         "_places",
         "_repeated",
@@ -36,8 +37,9 @@ class Versions:
 
     def __init__(self, flats: Sequence[FlatBuffer]) -> None:
         self._flats = tuple(flats)
-        # a shard that refuses `p.data = x` has values of one place alone
-        self._asks_addresses = any([flat.asks_addresses and not flat.placements[0].refuses_data for flat in flats])
+        self._movable = tuple([flat for flat in flats if not flat.placements[0].refuses_data])
+        """Those whose shards the user may point at other memory."""
+        self._asks_addresses = any([flat.asks_addresses for flat in self._movable])
         self._repeated = 0
         """How many changes were made by recomputes, which repeat those of a forward."""
         self._written_back = 0
@@ -132,7 +134,7 @@ class Versions:
         return self._places != self._count_places()
 
     def _count_places(self) -> int:
-        return sum([flat.places for flat in self._flats]) if self._asks_addresses or moved_shards.data else 0
+        return sum([flat.places for flat in self._movable]) if self._asks_addresses or moved_shards.data else 0
 
     @property
     def moved(self) -> bool:

@@ -1,11 +1,15 @@
 """Parameters that user code replaces or changes, in a slot of a module or in its own forward."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fsdp
 from fsdp.comm.simulated import simulate
+from fsdp.compat import fully_shard
+from fsdp.shards.shard_parameter import moved_shards
 from tests.support.models import two_units
 from tests.support.ranks import on_ranks
 
@@ -83,3 +87,18 @@ def test_what_a_forward_changed_before_a_backward_of_its_own_is_forgotten_if_it_
     model.fails = ""
     older.backward()  # nothing it computed with has changed
     assert fsdp.full_state_dict(model, rank0_only=False)["scale"].tolist() == [0.5] * 4
+
+
+def test_a_shard_that_another_model_has_let_go_of_is_no_change_of_dtensors() -> None:
+    """The shards of all models that `p.data = x` has moved are known in one place, which empties when the last one is freed."""
+
+    def on_rank(rank: int) -> bool:
+        other = fsdp.fully_shard(nn.Linear(4, 4))
+        other.weight.data = other.weight.data * 2
+        model: Any = fully_shard.fully_shard(nn.Linear(4, 4))
+        loss = model(torch.ones(2, 4)).sum()
+        moved_shards.clear()
+        loss.backward()
+        return model.weight.grad is not None
+
+    assert fsdp.simulate(2, on_rank) == [True, True]
