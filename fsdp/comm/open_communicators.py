@@ -46,6 +46,8 @@ _peers_of: weakref.WeakKeyDictionary[dist.ProcessGroup, PeerMonitor | None] = we
 _of_parent: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """The default group of the process that this one is a fork of, whose rank does not end with the fork."""
 _routed: weakref.WeakKeyDictionary[dist.ProcessGroup, RoutedGroup] = weakref.WeakKeyDictionary()
+_abortable: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""The user's groups that are aborted together with communicators."""
 _background: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
 _Flattened = weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]
 _flattened: weakref.WeakKeyDictionary[dist.ProcessGroup, _Flattened] = weakref.WeakKeyDictionary()
@@ -129,10 +131,13 @@ def open_routed(group: dist.ProcessGroup | None, comms: CommContext) -> tuple[An
         comms = comms._replace(routed=(*comms.routed, one.comm))
         one.beside.add(comms.each().values())
         return one, comms
-    across = comms.across
-    peers = _peers_in(across.group) if isinstance(across, ProcessGroupCommunicator) else None
-    if isinstance(peers, DevicePeerMonitor):
-        peers.add_abort(partial(_abort, weakref.ref(one)))
+    joint = comms.joint
+    peers = _peers_in(joint.group) if isinstance(joint, ProcessGroupCommunicator) else None
+    if isinstance(peers, DevicePeerMonitor) and _carries_on_device(one):
+        peers.expect_uncounted_launches()
+        if one not in _abortable:
+            _abortable.add(one)
+            peers.add_abort(partial(_abort, weakref.ref(one)))
     return group, comms
 
 
