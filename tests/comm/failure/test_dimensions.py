@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fsdp
-from tests.comm.failure.dimension_programs import PLACES, STAGES, Retried, Told, alone, retried
+from tests.comm.failure.dimension_programs import PLACES, STAGES, Mine, Retried, Told, alone, fail, retried, told
+from tests.state_dict import test_dimensions as dimensions
 from tests.support.processes import end_all, start_rank
 
 RETRIED = [*(f"{place}, rank {rank}" for place in PLACES for rank in (0, 3)), "agreed", "all fail"]
@@ -80,6 +82,28 @@ def test_in_the_simulated_world_too(place: str, seed: int) -> None:
     wanted = alone()
     for one in found:
         check_trained(one, wanted)
+
+
+@pytest.mark.parametrize("culprit", [0, 3])
+@pytest.mark.parametrize("kind", ["replicas", "experts", "experts and tensor parallel"])
+def test_over_replicas_and_experts_too(kind: str, culprit: int) -> None:
+    def attempts() -> list[tuple[str, int | None]]:
+        model = dimensions.build(kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = model[1].register_forward_pre_hook(fail) if dist.get_rank() == culprit else None
+        said: list[tuple[str, int | None]] = []
+        while not said or said[-1][0] != "fine":
+            try:
+                dimensions.step(kind, model, optimizer, 0)
+                said.append(("fine", None))
+            except (Mine, fsdp.WorldError) as failure:
+                said.append(told(failure)[0:3:2])
+                if handle is not None:
+                    handle.remove()
+        return said
+
+    for rank, said in enumerate(dimensions.on_all(kind, attempts)):
+        assert said == [("Mine", None) if rank == culprit else ("PeerFailed", culprit), ("fine", None)]
 
 
 def test_a_step_that_fails_on_all_simulated_ranks_is_done_again() -> None:
