@@ -1,5 +1,6 @@
 """One rank fails in a mesh of two dimensions: the ranks of both know who and why within seconds, and do the step again."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,8 @@ def test_a_rank_that_ends_is_named_where_its_neighbour_meets_an_error_of_the_bac
     first, second, third, _ = (one.get("killed beside") for one in run(tmp_path, "killed beside"))
     assert third.kind == "RuntimeError" and "gloo/" in third.text
     assert "\nfsdp: rank 3 has ended" in third.text
-    for told in (first, second):
-        assert (told.kind, told.rank) == ("PeerFailed", 3)
+    for one in (first, second):
+        assert (one.kind, one.rank) == ("PeerFailed", 3)
 
 
 @pytest.mark.gloo
@@ -166,6 +167,21 @@ def test_ranks_that_call_different_collectives_of_tensor_parallelism_are_named_b
         told, seconds = one["calls another"]
         assert told.kind == "WorldError" and "of communicator 'routed'" in told.text
         assert "rank 3 called barrier('mesh_tp')" in told.text and "allreduce('mesh_tp'), which rank 2 followed" in told.text
+        assert seconds < 5
+
+
+@pytest.mark.gloo
+def test_ranks_that_wait_for_each_other_across_dimensions_are_named_by_all(tmp_path: Path) -> None:
+    """And not where one of them is only slow."""
+    for one in run(tmp_path, "is slow", "crosses"):
+        assert one["is slow"] == []
+        found, seconds = one["crosses"]
+        assert found.kind == "WorldError" and found.text.startswith("Deadlock: nobody can go on.")
+        for rank, neighbour in ((0, 1), (3, 2)):
+            call = rf"Rank {rank} waits for allreduce\('mesh_tp'\), operation \d+ of communicator 'routed'"
+            assert re.search(rf"{call}, which rank {neighbour} did not call", found.text)
+        for rank, peer in ((1, 3), (2, 0)):
+            assert re.search(rf"Rank {rank} waits for all_gather\('0', [^.]*'shard', which rank {peer} did", found.text)
         assert seconds < 5
 
 
