@@ -118,14 +118,10 @@ class CommContext(NamedTuple):
 
     def epoch(self) -> int:
         """A number that increases with every abandoned step of any model on these communicators."""
-        epoch = self.shard_comm.epoch() + self.world_comm.epoch()
-        if self.across is not None:
-            epoch += self.across.epoch()
-        for context in self.inner:
-            epoch += context.epoch()
-        for comm in self.routed:
-            epoch += comm.epoch()
-        return epoch
+        across = 0 if self.across is None else self.across.epoch()
+        beside: tuple[CommContext | Communicator, ...] = (*self.inner, *self.routed)
+        others = sum([one.epoch() for one in beside])
+        return self.shard_comm.epoch() + self.world_comm.epoch() + across + others
 
     def each(self) -> dict[str, Communicator]:
         """Every communicator once, by name."""
@@ -139,8 +135,8 @@ class CommContext(NamedTuple):
         own = {name: comm for name, comm in found.items() if names[id(comm)] == name}
         if self.across is not None:
             own[JOINT_NAME] = self.across
-        if self.routed:
-            own |= {lane_name(ROUTED, number): comm for number, comm in enumerate(self.routed)}
+        for number, comm in enumerate(self.routed):
+            own[lane_name(ROUTED, number)] = comm
         for number, one in enumerate(self.inner):
             own |= {f"inner {lane_name(name, number)}": comm for name, comm in one.each().items()}
         return own

@@ -20,10 +20,12 @@ class Monitor(Protocol):
     """What is needed of the monitor of a group."""
 
     detector: DesyncDetector
-    ranks: tuple[int, ...]
-    """As the user counts them."""
     group: str
     """The name of the group, which no other group has."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """As the user counts them."""
 
 
 class JointWaits:

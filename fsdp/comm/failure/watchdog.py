@@ -219,7 +219,7 @@ class DevicePeerMonitor(PeerMonitor):
 
     def prepare_abort(self, failure: WorldError) -> None:
         """From now on every call raises, because the collectives in flight are about to be aborted."""
-        text, where = str(failure), self.ranks[self._rank]
+        text, where = str(failure), self._ranks[self._rank]
         if ABORTED not in text:
             text = f"{text} {ABORTED} {where} has been aborted, and its parameters may hold what that left. {RESTART}"
         error = WorldError(text)
