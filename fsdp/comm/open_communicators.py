@@ -22,6 +22,7 @@ from fsdp.comm import simulated
 from fsdp.comm.communicator import Communicator, SingleRankCommunicator
 from fsdp.comm.context import JOINT_NAME, REDUCE_NAME, REPLICA_NAME, SHARD_NAME, WORLD_NAME, CommContext, Lane, lane_name
 from fsdp.comm.dtensor_mesh import is_part
+from fsdp.comm.failure.joint_waits import JointWaits
 from fsdp.comm.failure.peer_monitor import ROUTED, PeerMonitor, at_end
 from fsdp.comm.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
 from fsdp.comm.process_group import DeviceCommunicator, GlooCommunicator, ProcessGroupCommunicator
@@ -46,6 +47,8 @@ _peers_of: weakref.WeakKeyDictionary[dist.ProcessGroup, PeerMonitor | None] = we
 _of_parent: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """The default group of the process that this one is a fork of, whose rank does not end with the fork."""
 _routed: weakref.WeakKeyDictionary[dist.ProcessGroup, RoutedGroup] = weakref.WeakKeyDictionary()
+_abortable: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""The user's groups that are aborted together with communicators."""
 _background: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
 _Flattened = weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]
 _flattened: weakref.WeakKeyDictionary[dist.ProcessGroup, _Flattened] = weakref.WeakKeyDictionary()
@@ -128,12 +131,26 @@ def open_routed(group: dist.ProcessGroup | None, comms: CommContext) -> tuple[An
     if isinstance(one, RoutedGroup | SimulatedGroup):
         comms = comms._replace(routed=(*comms.routed, one.comm))
         one.beside.add(comms.each().values())
+        _join_waits(comms)
         return one, comms
-    across = comms.across
-    peers = _peers_in(across.group) if isinstance(across, ProcessGroupCommunicator) else None
-    if isinstance(peers, DevicePeerMonitor):
-        peers.add_abort(partial(_abort, weakref.ref(one)))
+    joint = comms.joint
+    peers = _peers_in(joint.group) if isinstance(joint, ProcessGroupCommunicator) else None
+    if isinstance(peers, DevicePeerMonitor) and _carries_on_device(one):
+        peers.expect_uncounted_launches()
+        if one not in _abortable:
+            _abortable.add(one)
+            peers.add_abort(partial(_abort, weakref.ref(one)))
     return group, comms
+
+
+def _join_waits(comms: CommContext) -> None:
+    """Let the ranks of all groups of a root find out that they wait for each other."""
+    known = [comm.monitor for comm in comms.each().values() if isinstance(comm, ProcessGroupCommunicator)]
+    monitors = [one for one in known if one is not None]
+    joint = comms.joint.monitor if isinstance(comms.joint, ProcessGroupCommunicator) else None
+    if joint is not None:
+        for one in monitors:
+            one.joint_waits = JointWaits(joint, monitors)
 
 
 def _routed_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -412,6 +429,7 @@ def _peers(group: dist.ProcessGroup) -> PeerMonitor | None:
 
     args, limit = (*place, None if gloo is None else connect), time_out.total_seconds()
     peers = DevicePeerMonitor(*args, _watchdog, limit) if on_device else PeerMonitor(*args, limit)
+    peers.group = group.group_name
     # torch owns the group: its threads and the monitor's end with destroy_process_group()
     weakref.finalize(group, peers.close).atexit = False
     return peers

@@ -203,6 +203,11 @@ class ProcessGroupCommunicator:
         """Send chunk r of `sent` to rank r. Chunk r of `received` comes from rank r."""
         return self._launch("reduce_scatter", label, sent, lambda group: group.alltoall_base(received, sent, [], [], _EXCHANGE))
 
+    @property
+    def monitor(self) -> PeerMonitor | None:
+        """The monitor of its ranks."""
+        return self._peers
+
     # failures: see PeerMonitor ------------------------------------------------------------
 
     def recent(self) -> Sequence[str]:

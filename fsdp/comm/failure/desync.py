@@ -78,6 +78,12 @@ class Peers(Protocol):
     def disconnect(self) -> None:
         """Close the connections."""
 
+    def find_joint_deadlock(self, pending: PendingCall) -> str | None:
+        """Return the error if the ranks of several groups wait for each other; `pending`: the call that this rank waits for."""
+
+    def end_joint_wait(self) -> None:
+        """This rank waits no longer."""
+
 
 class DesyncDetector:
     """The pending calls of all ranks of one group, in its store, during one epoch."""
@@ -132,8 +138,11 @@ class DesyncDetector:
                         if one.is_restart:
                             self._peers.report_restart(rank)
                     self.fatal = self._describe_deadlock(found)
+            if self.fatal is None:
+                self.fatal = self._peers.find_joint_deadlock(pending)
             if self.fatal is not None:
                 self.store.set("fatal", self.fatal)
+                self._count_as_known()
             else:
                 same = wait is not None and wait.pending[:2] == pending[:2]
                 begin = wait.begin if wait is not None and same else time.monotonic() - STALL_SECONDS
@@ -154,13 +163,16 @@ class DesyncDetector:
             raise WorldError(self.fatal)
 
     def _let_others_read(self) -> None:
-        """Wait a moment until the other ranks have read the reason in the store, which ends with rank 0 if that holds it."""
+        """Wait a moment until the other ranks know the reason: the store ends with rank 0 if that holds it."""
         end = time.monotonic() + STALL_SECONDS
-        while self.rank == 0 and time.monotonic() < end and self.store.add("fatal read", 0) < self.size - 1:
+        while self.rank == 0 and time.monotonic() < end and self.store.add("fatal known", 0) < self.size - 1:
             time.sleep(0.01)
 
     def declare_fatal(self, why: str) -> None:
         """No rank of this group can go on: every further call raises a WorldError that says why."""
+        if self.fatal is None:
+            with suppress(RuntimeError):  # the store may have gone
+                self._count_as_known()
         self.fatal = why
 
     def explain_failure(self, failure: RuntimeError, where: str = "") -> None:
@@ -200,12 +212,18 @@ class DesyncDetector:
         """The call that the host waited for has ended: remove it from the store."""
         self.host_waits, self.wait = False, None
         self.store.set(f"waits/{self.rank}", "null")
+        self._peers.end_joint_wait()
 
     def read_fatal(self) -> None:
         """Read whether a rank has found that no rank can go on."""
         if self.fatal is None and self.store.check(["fatal"]):
             self.fatal = self.store.get("fatal").decode()
-            self.store.add("fatal read", 1)
+            self._count_as_known()
+
+    def _count_as_known(self) -> None:
+        """This rank knows why no rank can go on: the first one need not wait for it."""
+        if self.rank:
+            self.store.add("fatal known", 1)
 
     def _find_desync(self, found: dict[int, PendingCall]) -> str | None:
         """Name the ranks that wait for different calls in one place; None if there are none.

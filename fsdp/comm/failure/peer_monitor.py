@@ -23,6 +23,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from fsdp.comm.failure.desync import TIME_OUT, DesyncDetector, Store
 from fsdp.comm.failure.ended_processes import Neighbours
+from fsdp.comm.failure.joint_waits import JointWaits
 from fsdp.comm.failure.pending_call import OPENS, RESTART_CALL, PendingCall
 from fsdp.comm.failure.unreachable_hosts import Connections
 from fsdp.errors import EVERY_RANK, FEWER_BATCHES, PeerFailed, ShardingError, WorldError
@@ -149,6 +150,10 @@ class PeerMonitor:
         """The ranks as the user counts them: in the default group."""
         self._rank = rank
         """This rank in this group."""
+        self.group = ""
+        """The name of the group, which no other group has."""
+        self.joint_waits: JointWaits | None = None
+        """What ranks of several groups wait for, if a model lies on several."""
         self._comms: list[str] = []
         """The names of the communicators."""
         self._connect = connect
@@ -203,6 +208,11 @@ class PeerMonitor:
     def count_hosts(self) -> int:
         """The number of hosts of the group, the same on all ranks. To be called after `meet`."""
         return self._neighbours.count_hosts()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks as the user counts them: in the default group."""
+        return self._ranks
 
     def name(self, rank: int) -> int:
         """The rank as the user counts it: in the default group."""
@@ -410,6 +420,13 @@ class PeerMonitor:
                 if {self._ranks[rank] for rank in know} | {one.rank for one in found if one.is_lost} >= {*self._ranks}:
                     return
                 time.sleep(0.02)
+
+    def find_joint_deadlock(self, pending: PendingCall) -> str | None:
+        return None if self.joint_waits is None else self.joint_waits.find_deadlock(self, pending)
+
+    def end_joint_wait(self) -> None:
+        if self.joint_waits is not None:
+            self.joint_waits.clear()
 
     def report_restart(self, rank: int) -> NoReturn:
         """Raise PeerFailed: `rank` has started another forward while this rank waited for it."""

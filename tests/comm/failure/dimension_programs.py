@@ -304,6 +304,35 @@ def calls_another() -> tuple[Told, float]:
     raise AssertionError("nobody was told")
 
 
+def crosses() -> tuple[Told, float]:
+    """Ranks 0 and 3 wait for their neighbours of tensor parallelism, which wait for ranks 3 and 0 in a gather."""
+    mesh = make_mesh()
+    model = distribute(mesh)
+    for step in range(3):
+        begin = time.monotonic()
+        try:
+            if step == 2 and dist.get_rank() in (0, 3):
+                dist.all_reduce(torch.ones(1), group=mesh["tp"].get_group())
+            model(batch(step, mesh["dp"].get_local_rank())).square().mean().backward()
+        except RuntimeError as error:
+            return told(error), time.monotonic() - begin
+    raise AssertionError("nobody was told")
+
+
+def is_slow() -> list[Told]:
+    """One rank computes for longer than ranks wait before they look for a reason."""
+    mesh = make_mesh()
+    model = distribute(mesh)
+    for step in range(3):
+        if step == 2 and dist.get_rank() == 3:
+            model[1].register_forward_pre_hook(lambda *_: time.sleep(7))
+        try:
+            model(batch(step, mesh["dp"].get_local_rank())).square().mean().backward()
+        except RuntimeError as error:
+            return [told(error)]
+    return []
+
+
 PROGRAMS: Final[dict[str, Callable[[], Any]]] = {
     **{f"{place}, rank {rank}": lambda place=place, rank=rank: retried(place, rank) for place in PLACES for rank in (0, 3)},
     "all fail": lambda: retried("a forward", None),
@@ -314,6 +343,8 @@ PROGRAMS: Final[dict[str, Callable[[], Any]]] = {
     "stage killed": lambda: stage_fails("forward", 3, 2, lambda: (mark_time(), os.kill(os.getpid(), signal.SIGKILL))),
     "disagrees": disagrees,
     "leaves out": leaves_parallel_out,
+    "crosses": crosses,
+    "is slow": is_slow,
     "calls another": calls_another,
     "killed": lambda: ended(lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "ends": lambda: ended(lambda: sys.exit(0)),

@@ -35,6 +35,12 @@ class NoPeers:
     def report_restart(self, rank: int) -> NoReturn:
         raise Restarted(rank)
 
+    def find_joint_deadlock(self, pending: PendingCall) -> None:
+        return
+
+    def end_joint_wait(self) -> None:
+        return
+
 
 class Restarted(fsdp.PeerFailed):
     def __init__(self, rank: int) -> None:

@@ -1,13 +1,16 @@
 """One rank fails in a mesh of two dimensions: the ranks of both know who and why within seconds, and do the step again."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fsdp
-from tests.comm.failure.dimension_programs import PLACES, STAGES, Retried, Told, alone, retried
+from tests.comm.failure.dimension_programs import PLACES, STAGES, Mine, Retried, Told, alone, fail, retried, told
+from tests.state_dict import test_dimensions as dimensions
 from tests.support.processes import end_all, start_rank
 
 RETRIED = [*(f"{place}, rank {rank}" for place in PLACES for rank in (0, 3)), "agreed", "all fail"]
@@ -82,6 +85,28 @@ def test_in_the_simulated_world_too(place: str, seed: int) -> None:
         check_trained(one, wanted)
 
 
+@pytest.mark.parametrize("culprit", [0, 3])
+@pytest.mark.parametrize("kind", ["replicas", "experts", "experts and tensor parallel"])
+def test_over_replicas_and_experts_too(kind: str, culprit: int) -> None:
+    def attempts() -> list[tuple[str, int | None]]:
+        model = dimensions.build(kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = model[1].register_forward_pre_hook(fail) if dist.get_rank() == culprit else None
+        said: list[tuple[str, int | None]] = []
+        while not said or said[-1][0] != "fine":
+            try:
+                dimensions.step(kind, model, optimizer, 0)
+                said.append(("fine", None))
+            except (Mine, fsdp.WorldError) as failure:
+                said.append(told(failure)[0:3:2])
+                if handle is not None:
+                    handle.remove()
+        return said
+
+    for rank, said in enumerate(dimensions.on_all(kind, attempts)):
+        assert said == [("Mine", None) if rank == culprit else ("PeerFailed", culprit), ("fine", None)]
+
+
 def test_a_step_that_fails_on_all_simulated_ranks_is_done_again() -> None:
     for one in fsdp.simulate(4, lambda rank: retried("a forward", None)):
         assert [told.kind for told in one.told] == ["Mine"]
@@ -107,8 +132,8 @@ def test_a_rank_that_ends_is_named_where_its_neighbour_meets_an_error_of_the_bac
     first, second, third, _ = (one.get("killed beside") for one in run(tmp_path, "killed beside"))
     assert third.kind == "RuntimeError" and "gloo/" in third.text
     assert "\nfsdp: rank 3 has ended" in third.text
-    for told in (first, second):
-        assert (told.kind, told.rank) == ("PeerFailed", 3)
+    for one in (first, second):
+        assert (one.kind, one.rank) == ("PeerFailed", 3)
 
 
 @pytest.mark.gloo
@@ -142,6 +167,21 @@ def test_ranks_that_call_different_collectives_of_tensor_parallelism_are_named_b
         told, seconds = one["calls another"]
         assert told.kind == "WorldError" and "of communicator 'routed'" in told.text
         assert "rank 3 called barrier('mesh_tp')" in told.text and "allreduce('mesh_tp'), which rank 2 followed" in told.text
+        assert seconds < 5
+
+
+@pytest.mark.gloo
+def test_ranks_that_wait_for_each_other_across_dimensions_are_named_by_all(tmp_path: Path) -> None:
+    """And not where one of them is only slow."""
+    for one in run(tmp_path, "is slow", "crosses"):
+        assert one["is slow"] == []
+        found, seconds = one["crosses"]
+        assert found.kind == "WorldError" and found.text.startswith("Deadlock: nobody can go on.")
+        for rank, neighbour in ((0, 1), (3, 2)):
+            call = rf"Rank {rank} waits for allreduce\('mesh_tp'\), operation \d+ of communicator 'routed'"
+            assert re.search(rf"{call}, which rank {neighbour} did not call", found.text)
+        for rank, peer in ((1, 3), (2, 0)):
+            assert re.search(rf"Rank {rank} waits for all_gather\('0', [^.]*'shard', which rank {peer} did", found.text)
         assert seconds < 5
 
 

@@ -117,6 +117,29 @@ def test_a_rank_that_waits_for_one_that_abandoned_the_step_is_freed_and_notified
     assert failing.aborted.wait(5)
 
 
+def test_a_rank_that_may_wait_in_a_group_of_the_user_is_freed_as_well() -> None:
+    """Its launches are not known there."""
+    waiting, failing = ranks_that_launched(*STEADY)
+    users = [Event(), Event()]
+    for one, aborted in zip((waiting, failing), users, strict=True):
+        one.lines.add_abort(aborted.set)
+        one.lines.expect_uncounted_launches()
+    has_time([waiting, failing])
+    failing.lines.abandon("blocks.1", ValueError("no"))
+    error = waiting.refused()
+    assert isinstance(error, PeerFailed) and error.rank == 11
+    assert all(aborted.wait(5) for aborted in (*users, waiting.aborted, failing.aborted))
+
+
+def test_ranks_that_failed_alike_keep_the_groups_of_the_user() -> None:
+    ranks = ranks_that_launched(*STEADY)
+    for one in ranks:
+        one.lines.expect_uncounted_launches()
+    assert not any(together(*(lambda one=one: one.lines.abandon("blocks.1", ValueError("no")) for one in ranks)))
+    assert not any(together(*(lambda one=one: one.launch("b") for one in ranks)))
+    has_time(ranks)
+
+
 def test_a_rank_that_waits_for_nobody_is_notified_at_its_next_call_and_all_go_on() -> None:
     """It was computing on the host when the other one failed."""
     waiting, failing = ranks_that_launched("a", "b")

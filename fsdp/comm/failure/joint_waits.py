@@ -1,0 +1,80 @@
+"""Finds ranks that wait for each other across groups, such as those of data and of tensor parallelism.
+
+A group sees only the calls of its own ranks. So a rank that has waited long, and found no reason in its group, also publishes its
+call for all ranks that have a part of the model, with the number of calls it has made in each of its groups. If all of them have
+published one, and each waits for a call that some rank has not made, nobody can go on.
+"""
+
+import json
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
+from fsdp.comm.failure.desync import STALL_SECONDS, DesyncDetector
+from fsdp.comm.failure.pending_call import PendingCall, remedies_for
+from fsdp.errors import name_ranks
+
+
+class Monitor(Protocol):
+    """What is needed of the monitor of a group."""
+
+    detector: DesyncDetector
+    group: str
+    """The name of the group, which no other group has."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """As the user counts them."""
+
+
+class JointWaits:
+    """The calls for which ranks of several groups wait."""
+
+    def __init__(self, joint: Monitor, monitors: Iterable[Monitor]) -> None:
+        """`joint`: the monitor of all ranks. `monitors`: those of this rank's groups among them."""
+        self._joint = weakref.ref(joint)
+        self._monitors = weakref.WeakSet(one for one in monitors if {*one.ranks} <= {*joint.ranks})
+
+    def find_deadlock(self, monitor: Monitor, pending: PendingCall) -> str | None:
+        """Publish the call that this rank waits for in the group of `monitor`; return the error if nobody can go on."""
+        joint = self._joint()
+        if joint is None or monitor not in self._monitors:
+            return None
+        launched = {f"{one.group}/{comm}": count for one in self._monitors for comm, count in one.detector.launched().items()}
+        name = f"{monitor.group}/{pending.comm}"
+        key = pending.key and f"{monitor.group}/{pending.key}"
+        mine = json.dumps(pending._replace(comm=name, key=key, launched=launched))
+        joint.detector.store.set(f"across/{joint.detector.rank}", mine)
+        found = self._read(joint)
+        if len(found) < len(joint.ranks) or not all(_absent(one, found) for one in found.values()):
+            return None
+        time.sleep(STALL_SECONDS / 4)
+        if self._read(joint) != found:  # they were read at different times, and are now known to hold at one time
+            return None
+        parts = []
+        for rank, one in found.items():
+            place = f"operation {one.number} of communicator {one.comm.rpartition('/')[2]!r}"
+            absent = name_ranks([joint.ranks[other] for other in _absent(one, found)])
+            parts.append(f"Rank {joint.ranks[rank]} waits for {one.call}, {place}, which {absent} did not call.")
+        return " ".join(["Deadlock: nobody can go on.", *parts, *remedies_for([one.call for one in found.values()])])
+
+    def clear(self) -> None:
+        """This rank waits no longer."""
+        if (joint := self._joint()) is not None:
+            joint.detector.store.set(f"across/{joint.detector.rank}", "null")
+
+    def _read(self, joint: Monitor) -> dict[int, PendingCall]:
+        store = joint.detector.store
+        keys = {rank: f"across/{rank}" for rank in range(len(joint.ranks))}
+        fields = {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+        return {rank: PendingCall(*one) for rank, one in fields.items() if one is not None}
+
+
+def _absent(pending: PendingCall, found: dict[int, PendingCall]) -> list[int]:
+    """The ranks of the group that have not made the call, nor are about to."""
+    return [
+        rank
+        for rank, theirs in found.items()
+        if theirs.launched.get(pending.comm, pending.number) < pending.number and not (theirs.key and theirs.key == pending.key)
+    ]
