@@ -72,12 +72,10 @@ class BucketQueue:
         Raises:
             RuntimeError: the table has no row for the event, which is a bug of fsdp. No state has changed.
         """
-        state = self._states[number]
-        step = self._tables[number][state].get(event)
-        if step is None:
-            raise self._refusal(number, event)
-        to, actions = step
-        self._states[number] = to
+        try:
+            self._states[number], actions = self._tables[number][self._states[number]][event]
+        except KeyError:
+            raise self._refusal(number, event) from None
         if actions and OFFER in actions:
             self._missing[self._place[number]] -= 1
         return actions

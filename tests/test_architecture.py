@@ -204,11 +204,12 @@ def test_only_process_group_and_connect_import_torch_distributed() -> None:
             *(
                 "comm.process_group",
                 "comm.open_communicators",
+                "comm.routed_group",
                 "comm.simulated_group",
                 "comm.dtensor_mesh",
                 "compat.shared.plain_group",
                 "shards.dtensors",
-                "commands.planning.measure",
+                *("commands.planning.measure", "commands.planning.shapes", "commands.rehearsal.torch_groups"),
             ),
             *("compat.fairscale.groups", "compat.fsdp1.torch_names", "compat.frameworks.lightning_trainer", *_NAMES_OF_FSDP2),
             *("commands.selftest.rank", "api.pipeline"),

@@ -9,9 +9,10 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 
 from fsdp.api.wrap import no_sync
+from fsdp.comm.open_communicators import ProcessGroup, open_routed
 from fsdp.params.use_outside_forward import backward_without_a_loss
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.registry import engines_in
+from fsdp.runtime.registry import engines_in, unit_ref_of
 from state_machine import Event, Request
 
 
@@ -25,9 +26,25 @@ class PipelineStage(pipelining.PipelineStage):
 
     Memory: the unsharded gradients, until the last micro-batch.
 
+    Make it after wrapping, on all ranks of the group alike: over gloo the group is routed, so that a rank that fails is named on
+    the ranks of all stages. Communicates.
+
     Raises:
         ShardingError: in the first backward: the module contains no unit, or is only a part of a root.
     """
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks of the pipeline; None: all ranks. torch's constructor sets it."""
+        return self._group
+
+    @group.setter
+    def group(self, group: ProcessGroup | None) -> None:
+        found = (unit_ref_of(module) for module in self.submod.modules())
+        for engine in {ref.engine: None for ref in found if ref is not None}:
+            group, comms = open_routed(group, engine.comms)
+            engine.set_comms(comms)
+        self._group = group
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, object], last_backward: bool = False

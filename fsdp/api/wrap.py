@@ -32,8 +32,8 @@ from fsdp.building.shardable import (
 )
 from fsdp.building.torch_policies import PrecisionFields, offload_of, precision_of
 from fsdp.comm.context import CommContext
-from fsdp.comm.dtensor_mesh import open_mesh, ranks_around
-from fsdp.comm.open_communicators import Mesh, ProcessGroup, open_across, open_comms
+from fsdp.comm.dtensor_mesh import groups_around, open_mesh, ranks_around
+from fsdp.comm.open_communicators import Mesh, ProcessGroup, open_across, open_comms, open_routed
 from fsdp.config import Config, ReductionPolicy, find_strategy, make_config
 from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
@@ -338,9 +338,12 @@ def fully_shard(
         return config, plan
 
     config, plan = agree(comms.joint, prepare)
+    around = groups_around(mesh, given)
     intercept_engine_calls(translate_shards)
     dtensor_mesh = open_mesh(process_group, mesh, device_of(plan)) if config.dtensors else None
     comms = open_comms(*ranks, config.reduction.streams)._replace(across=comms.across)
+    for group in around:
+        comms = open_routed(group, comms)[1]
     with torch.inference_mode(False):  # the shards can be trained, also if the module is wrapped in inference mode
         build(plan, config, comms, param_init_fn, (*(ignored_modules or ()), *(ignored_params or ())), dtensor_mesh)
     return module

@@ -40,7 +40,7 @@ def agree_on_gradients(units: Iterable[Unit], world_comm: Communicator, function
     """
     param_shards = [param_shard for unit in units for param_shard in param_shards_of(unit)]
     # a rank without elements of a parameter that has some says nothing
-    mine = [one.parameter.grad is not None if one.part.numel or 0 in one.shape else None for one in param_shards]
+    mine = [one.parameter.grad is not None if one.placement.part.numel or 0 in one.shape else None for one in param_shards]
     said = [set(flags) - {None} for flags in zip(*world_comm.gather_objects(mine, function_name), strict=True)]
     for param_shard, flags in zip(param_shards, said, strict=True):
         if len(flags) > 1:
@@ -79,5 +79,4 @@ def _gather_grad(param_shard: ParamShard, unit: Unit) -> Tensor:
 def _gather(param_shard: ParamShard, local: Tensor, unit: Unit) -> Tensor:
     """The full tensor of which `local` is this rank's part, on every rank, on the device that computes, in memory of its own."""
     full = torch.empty(param_shard.shape, dtype=local.dtype, device=param_shard.flat.device)
-    parts = [(rank, part.first, part.numel) for rank in param_shard.holders if (part := param_shard.part_of(rank))]
-    return gather_parts(full, parts, local, unit.comm, unit.name)
+    return gather_parts(full, param_shard.placement.cut.spans(), local, unit.comm, unit.name)

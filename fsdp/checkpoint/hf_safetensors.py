@@ -286,7 +286,7 @@ def _read(stored: Any, param_shard: ParamShard | None, tensor: Tensor) -> Tensor
     if param_shard is None or not param_shard.shape:
         full: Tensor = stored[...]
         return full if tensor.numel() else full.reshape(-1)[:0]
-    part, row = param_shard.part, max(prod(param_shard.shape[1:]), 1)
+    part, row = param_shard.placement.part, max(prod(param_shard.shape[1:]), 1)
     low, high = part.first // row, -(-(part.first + part.numel) // row)
     rows: Tensor = stored[low:high].reshape(-1)
     return rows[part.first - low * row : part.first - low * row + part.numel].view(part.shape)

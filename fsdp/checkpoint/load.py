@@ -26,7 +26,6 @@ from fsdp.shards.refusals import check_fit
 from fsdp.state_dict.ema import EMA
 from fsdp.state_dict.fqns import IncompatibleKeys, check_names, extra_states
 from fsdp.state_dict.model_view import ModelView
-from fsdp.state_dict.optim_placement import placement_from_full
 from fsdp.state_dict.optim_state import OptimizerView
 
 if TYPE_CHECKING:
@@ -298,12 +297,7 @@ def _optimizer_targets(stored: "StoredCheckpoint", manifest: Manifest | None, op
                 _check_layout(operation, name, what, manifest, optimizer_view)
                 targets[key] = torch.empty(found.size, dtype=found.properties.dtype, device=device)
         else:
-            placement = placement_from_full(
-                f"{operation}: {what!r} of parameter {name!r}",
-                optimizer_view.param_shards.get(name),
-                tuple(found.size),
-                found.properties.dtype,
-            )
+            placement = optimizer_view.place_full(name, what, tuple(found.size), found.properties.dtype)
             targets[key] = placement.empty(key, optimizer_view.rank, device)
     return targets
 

@@ -18,8 +18,8 @@ from fsdp.comm.agreement import agree_and_gather
 from fsdp.errors import ShardingError
 from fsdp.shards.dtensors import local_of
 from fsdp.shards.sharded_value import ShardedValue
+from fsdp.shards.state_placement import PLAIN
 from fsdp.state_dict.model_view import ModelView
-from fsdp.state_dict.optim_state import PLAIN
 
 PART: Final = "own"
 """The part of a checkpoint with the versions of ranks other than rank 0: `own.R.KEY` is what rank R has in place of KEY."""

@@ -28,9 +28,9 @@ from fsdp.comm.communicator import Communicator
 from fsdp.comm.open_communicators import background_comm
 from fsdp.errors import ShardingError
 from fsdp.file_errors import reason_of
+from fsdp.shards.state_placement import State, StatePlacement
 from fsdp.state_dict.ema import EMA
 from fsdp.state_dict.model_view import ModelView
-from fsdp.state_dict.optim_placement import PlacementKind
 from fsdp.state_dict.optim_state import OptimizerView
 from fsdp.state_dict.param_shard import ParamShard
 
@@ -225,20 +225,18 @@ def _prune(folder: Path, keep: int) -> None:
 
 def _optimizer_state(optimizer_view: OptimizerView) -> dict[str, Any]:
     """This rank's part of an optimizer's state, nested by parameter name. Communicates."""
-    rank = optimizer_view.rank
-    placements, state = optimizer_view.placements()
-    local = optimizer_view.local()
-    for (name, key), placement in placements.items():
-        if not optimizer_view.holds(name):
-            continue
-        kept = state.setdefault(name, {})
-        tensor = local[name][key].detach()
-        if placement.kind is PlacementKind.PER_RANK:
-            kept[f"{key}{RANK_MARK}{rank}"] = tensor
-        elif placement.kind is PlacementKind.UNSHARDED:
-            kept[key] = tensor
-        else:
-            kept[key] = placement.value(f"optimizer.state.{name}.{key}", tensor, rank)
+    rank, local = optimizer_view.rank, optimizer_view.local()
+    state: State = {}
+    for name, kept in optimizer_view.placed().items():
+        found: dict[str, Any] = {}
+        for key, one in kept.items():
+            if not isinstance(one, StatePlacement):
+                found[key] = one
+            elif optimizer_view.holds(name):
+                value = one.value(f"optimizer.state.{name}.{key}", local[name][key].detach(), rank)
+                found[f"{key}{RANK_MARK}{rank}" if one.is_per_rank else key] = value
+        if found:
+            state[name] = found
     return {"state": state, "param_groups": optimizer_view.options()}
 
 

@@ -44,7 +44,7 @@ def gradients_here(model_view: ModelView) -> dict[str, bool]:
         param_shard = model_view.param_shards.get(id(parameter))
         if param_shard is None and parameter.grad is not None:
             raise ShardingError(f"save: the gradient of {name!r}, which is not sharded, is each rank's own; zero it first.")
-        if param_shard is not None and (parameter.grad is not None or param_shard.part.numel):
+        if param_shard is not None and (parameter.grad is not None or param_shard.placement.part.numel):
             found[name] = parameter.grad is not None
     return found
 
@@ -65,7 +65,7 @@ def gradient_state(model_view: ModelView, by_rank: list[dict[str, bool]]) -> dic
         if absent:
             raise ShardingError(f"save: ranks {absent} have no gradient of {name!r}, ranks {there} have; zero it on every rank.")
         local = parameter if parameter.grad is None else parameter.grad  # without a gradient, this rank has no elements
-        state[name] = param_shard.value(name, dense(local))
+        state[name] = param_shard.placement.value(name, dense(local))
     return state
 
 
@@ -90,4 +90,4 @@ def target_of_gradient(operation: str, name: str, param_shard: ParamShard | None
     """
     if param_shard is None or param_shard.shape != shape:
         raise ShardingError(f"{operation}: there is a gradient of {name!r}, {shape}, and no such sharded parameter in the model.")
-    return param_shard.value(name, torch.empty_like(plain(param_shard.parameter)))
+    return param_shard.placement.value(name, torch.empty_like(plain(param_shard.parameter)))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsdp.comm.failure.pending_call import Wait
 from fsdp.comm.work import DONE, CopyBack, Work
-from fsdp.errors import PeerFailed
+from fsdp.errors import PeerFailed, WorldError
 
 ReduceOp = Literal["sum", "max"]
 
@@ -106,6 +106,9 @@ class Communicator(Protocol):
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """Notify the other ranks, which may wait for this one, that it abandons a step. Does not wait for them."""
+
+    def find_failed_peer(self) -> WorldError | None:
+        """Return the error about another rank that has ended or has abandoned the step, if there is one. Does not wait."""
 
     def completed(self) -> None:
         """Count a backward that ended without an error."""
@@ -208,6 +211,9 @@ class SingleRankCommunicator:
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         return
+
+    def find_failed_peer(self) -> WorldError | None:
+        return None
 
     def completed(self) -> None:
         return

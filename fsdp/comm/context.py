@@ -9,11 +9,17 @@ HYBRID_SHARD    rows of a mesh    columns of the mesh
 NO_SHARD        each rank alone   all ranks
 """
 
+import time
 from typing import Final, NamedTuple
 
 from fsdp.comm.communicator import Communicator
+from fsdp.comm.failure.desync import is_of_backend
+from fsdp.comm.failure.peer_monitor import ROUTED
+from fsdp.errors import WorldError
 from fsdp.log import LOG
 
+_SEEN_TO_END: Final = 1.0
+"""Seconds in which it is known that a process has ended whose connections have broken."""
 # The names of communicators in stories and errors. Each is an attribute of CommContext without its "_comm".
 SHARD_NAME: Final = "shard"
 REDUCE_NAME: Final = "reduce"
@@ -49,6 +55,8 @@ class CommContext(NamedTuple):
     """Those of units of the root that share their work with some of its ranks alone, such as experts."""
     across: Communicator | None = None
     """Connects all ranks of all meshes of the root, those of tensor parallelism too; None if there are no others."""
+    routed: tuple[Communicator, ...] = ()
+    """Those of the other dimensions: tensor, expert and pipeline parallelism. torch calls them, and the engine does not."""
 
     @property
     def joint(self) -> Communicator:
@@ -72,7 +80,7 @@ class CommContext(NamedTuple):
 
     def same_ranks_as(self, other: "CommContext") -> bool:
         """Whether both connect the same ranks, in the same roles. The number of lanes may differ."""
-        mine, others = (one._replace(lanes=one.lanes[:1], inner=(), across=None) for one in (self, other))
+        mine, others = (one._replace(lanes=one.lanes[:1], inner=(), across=None, routed=()) for one in (self, other))
         return mine == others
 
     def lane(self, number: int) -> Lane:
@@ -83,8 +91,20 @@ class CommContext(NamedTuple):
         """Notify all other ranks that this one abandons a step."""
         # as text: a handler that keeps records would keep the error, and with its traceback the model
         LOG.warning("rank %d abandons the step in unit %r: %s", self.world_comm.rank, unit, repr(failure))
+        if is_of_backend(failure) and (first_cause := self._find_failed_peer()) is not None:
+            failure.add_note(f"fsdp: {first_cause}")  # connections of the user's broke
+            failure = first_cause
         for comm in self.each().values():
             comm.abandon(unit, failure)
+
+    def _find_failed_peer(self) -> WorldError | None:
+        """The error about a rank whose connections have broken, if that has ended or abandoned the step."""
+        end = time.monotonic() + _SEEN_TO_END
+        while True:
+            found = next((found for comm in self.each().values() if (found := comm.find_failed_peer()) is not None), None)
+            if found is not None or time.monotonic() > end:
+                return found
+            time.sleep(0.02)
 
     def reconnect(self) -> None:
         """After an abandoned step: wait for the other ranks, and connect to them for the next step."""
@@ -99,7 +119,9 @@ class CommContext(NamedTuple):
     def epoch(self) -> int:
         """A number that increases with every abandoned step of any model on these communicators."""
         across = 0 if self.across is None else self.across.epoch()
-        return self.shard_comm.epoch() + self.world_comm.epoch() + across + sum([one.epoch() for one in self.inner])
+        beside: tuple[CommContext | Communicator, ...] = (*self.inner, *self.routed)
+        others = sum([one.epoch() for one in beside])
+        return self.shard_comm.epoch() + self.world_comm.epoch() + across + others
 
     def each(self) -> dict[str, Communicator]:
         """Every communicator once, by name."""
@@ -113,6 +135,8 @@ class CommContext(NamedTuple):
         own = {name: comm for name, comm in found.items() if names[id(comm)] == name}
         if self.across is not None:
             own[JOINT_NAME] = self.across
+        for number, comm in enumerate(self.routed):
+            own[lane_name(ROUTED, number)] = comm
         for number, one in enumerate(self.inner):
             own |= {f"inner {lane_name(name, number)}": comm for name, comm in one.each().items()}
         return own

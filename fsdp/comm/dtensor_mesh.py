@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -38,6 +39,21 @@ def ranks_around(mesh: Any, tensors: Iterable[Any]) -> tuple[int, ...]:
                 continue  # `check_joins` refuses it
         found |= ranks
     return tuple(sorted(found))
+
+
+def is_part(mesh: Any) -> bool:
+    """Whether `mesh` is a part of a mesh with more ranks."""
+    return isinstance(mesh, DeviceMesh) and mesh._get_root_mesh().size() > mesh.size()
+
+
+def groups_around(mesh: Any, tensors: Iterable[Any]) -> list[ProcessGroup]:
+    """The groups over which some of `tensors` are spread, without those of `mesh`. Does not communicate."""
+    if not isinstance(mesh, DeviceMesh):
+        return []
+    meshes = dict.fromkeys(own for one in tensors if (own := getattr(one, "device_mesh", None)) is not None)
+    mine = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    found = dict.fromkeys(own.get_group(dim) for own in meshes for dim in range(own.ndim))
+    return [group for group in found if group not in mine]
 
 
 def check_joins(name: str, parameter: Any, mesh: Any) -> None:

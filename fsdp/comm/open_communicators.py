@@ -21,9 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp.comm import simulated
 from fsdp.comm.communicator import Communicator, SingleRankCommunicator
 from fsdp.comm.context import JOINT_NAME, REDUCE_NAME, REPLICA_NAME, SHARD_NAME, WORLD_NAME, CommContext, Lane, lane_name
-from fsdp.comm.failure.peer_monitor import PeerMonitor, at_end
+from fsdp.comm.dtensor_mesh import is_part
+from fsdp.comm.failure.peer_monitor import ROUTED, PeerMonitor, at_end
 from fsdp.comm.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
 from fsdp.comm.process_group import DeviceCommunicator, GlooCommunicator, ProcessGroupCommunicator
+from fsdp.comm.routed_group import RoutedCommunicator, RoutedGroup, carrier_of, route
+from fsdp.comm.simulated_group import SimulatedGroup
 from fsdp.config import MeshKind
 from fsdp.errors import ShardingError, require_package
 
@@ -42,6 +45,7 @@ _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Communicator]] =
 _peers_of: weakref.WeakKeyDictionary[dist.ProcessGroup, PeerMonitor | None] = weakref.WeakKeyDictionary()
 _of_parent: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """The default group of the process that this one is a fork of, whose rank does not end with the fork."""
+_routed: weakref.WeakKeyDictionary[dist.ProcessGroup, RoutedGroup] = weakref.WeakKeyDictionary()
 _background: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
 _Flattened = weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]
 _flattened: weakref.WeakKeyDictionary[dist.ProcessGroup, _Flattened] = weakref.WeakKeyDictionary()
@@ -99,7 +103,12 @@ def open_comms(process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int = 
 
 
 def open_across(mesh: Any, comms: CommContext, ranks: tuple[int, ...]) -> CommContext:
-    """`comms` over `mesh`, with a communicator among `ranks` besides, if they are more. Communicates the first time."""
+    """`comms` over `mesh`, with a communicator among `ranks` besides, if they are more. Communicates.
+
+    `ranks`: as this rank sees it. If some rank sees more of them, all of them meet, to compare what they are about to build.
+    """
+    if is_part(mesh):
+        ranks = tuple(sorted({one for seen in comms.world_comm.gather_objects(ranks, "fully_shard") for one in seen}))
     if set(ranks) <= set(comms.world_comm.ranks) or len(ranks) < 2:
         return comms
     here = simulated.current_rank()
@@ -107,6 +116,35 @@ def open_across(mesh: Any, comms: CommContext, ranks: tuple[int, ...]) -> CommCo
         return comms._replace(across=here.comm(JOINT_NAME, ranks))
     group = _group_of(mesh.get_group(mesh.ndim - 1), ranks)
     return comms._replace(across=_own_comm(group, JOINT_NAME))
+
+
+def open_routed(group: dist.ProcessGroup | None, comms: CommContext) -> tuple[Any, CommContext]:
+    """Pass failures on to a group of the user, of another dimension (None: the default one). Communicates the first time.
+
+    Over gloo the group is routed (routed_group.py). A group of a device is aborted together with the communicators of `comms`.
+    Returns what stands for the group from now on, and `comms` with it.
+    """
+    one = _routed_group(group or _default_group())
+    if isinstance(one, RoutedGroup | SimulatedGroup):
+        comms = comms._replace(routed=(*comms.routed, one.comm))
+        one.beside.add(comms.each().values())
+        return one, comms
+    across = comms.across
+    peers = _peers_in(across.group) if isinstance(across, ProcessGroupCommunicator) else None
+    if isinstance(peers, DevicePeerMonitor):
+        peers.add_abort(partial(_abort, weakref.ref(one)))
+    return group, comms
+
+
+def _routed_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group that stands for `group`: itself, if it cannot be routed."""
+    if isinstance(group, RoutedGroup | SimulatedGroup) or dist.get_world_size(group) == 1 or not _is_of_gloo(group):
+        return group
+    if group not in _routed:
+        comm = _comm(group, ROUTED, lambda peers: group)
+        assert isinstance(comm, RoutedCommunicator)
+        _routed[group] = route(group, comm)
+    return _routed[group]
 
 
 def background_comm(world_comm: Communicator) -> Communicator:
@@ -269,6 +307,8 @@ def _comm(group: dist.ProcessGroup, name: str, carrier: Callable[[PeerMonitor | 
 
 
 def _open(group: dist.ProcessGroup, carries: dist.ProcessGroup, name: str, peers: PeerMonitor | None) -> Communicator:
+    if name == ROUTED and peers is not None:
+        return RoutedCommunicator(group, peers)
     kinds = [device.type for device in group._device_types]
     if kinds and "cpu" not in kinds:
         return DeviceCommunicator(carries, name, peers)
@@ -347,6 +387,11 @@ def _gloo(group: dist.ProcessGroup) -> Any:
     return found if isinstance(found, getattr(dist, "ProcessGroupGloo", ())) else None
 
 
+def _is_of_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether all tensors are communicated by gloo."""
+    return _gloo(group) is not None and len({id(group._get_backend(device)) for device in group._device_types}) == 1
+
+
 def _peers(group: dist.ProcessGroup) -> PeerMonitor | None:
     """Make the monitor that all communicators over the ranks of a group share."""
     if dist.get_backend(group) == "fake":
@@ -359,9 +404,11 @@ def _peers(group: dist.ProcessGroup) -> PeerMonitor | None:
     time_out = (group._get_backend(_CUDA) if gloo is None else gloo).options._timeout
     place = _in_store(group, store)
     _, scope, _, rank = place
+    devices = group._device_types
 
     def connect(more: str) -> Any:
-        return dist.ProcessGroupGloo(scope(f"connections/{more}"), rank, size, time_out)
+        connected = dist.ProcessGroupGloo(scope(f"connections/{more}"), rank, size, time_out)
+        return carrier_of(connected, devices) if more.endswith(f"/{ROUTED}") else connected
 
     args, limit = (*place, None if gloo is None else connect), time_out.total_seconds()
     peers = DevicePeerMonitor(*args, _watchdog, limit) if on_device else PeerMonitor(*args, limit)

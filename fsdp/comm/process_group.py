@@ -21,9 +21,9 @@ from fsdp.autograd.frames import in_backward
 from fsdp.comm.communicator import CallRecorder, CarriesHostTensors, ReduceOp, as_bytes
 from fsdp.comm.failure.desync import RECENT, WatchedWork
 from fsdp.comm.failure.peer_monitor import PeerMonitor
-from fsdp.comm.failure.pending_call import OBJECTS, Wait, names_a_unit
+from fsdp.comm.failure.pending_call import OBJECTS, PendingCall, Wait, names_a_unit
 from fsdp.comm.work import AllToAllReduceScatter, Work, WorkBatch, all_reduce_by_exchange, reduce_scatter_by_exchange
-from fsdp.errors import PeerFailed, ShardingError
+from fsdp.errors import PeerFailed, ShardingError, WorldError
 
 # The three collectives of every step are methods of the group itself: torch's functions around them cost 3 to 5 µs a call, and
 # 2.13 renamed two of them, while the group's methods have had the same names since 2.11.
@@ -81,8 +81,13 @@ class ProcessGroupCommunicator:
         try:
             return WatchedWork(launch(peers.connections.get(name, group)), peers.detector, describe)
         except RuntimeError as failure:
-            peers.detector.explain_failure(failure, describe().where)
+            self._explain(failure, describe)
             raise
+
+    def _explain(self, failure: RuntimeError, describe: Callable[[], PendingCall]) -> None:
+        """Raise the reason why a call could not be launched, if a peer is the reason."""
+        if self._peers is not None:
+            self._peers.detector.explain_failure(failure, describe().where)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -216,6 +221,16 @@ class ProcessGroupCommunicator:
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         if self._peers is not None:
             self._peers.abandon(unit, failure)
+
+    def find_failed_peer(self) -> WorldError | None:
+        try:
+            if self._peers is not None:
+                self._peers.check_peers(broken=False)
+        except WorldError as reason:
+            return reason
+        except RuntimeError:  # the store has gone
+            return None
+        return None
 
     def completed(self) -> None:
         if self._peers is not None:

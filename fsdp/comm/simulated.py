@@ -249,14 +249,23 @@ class SimulatedCommunicator:
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """This rank makes no more calls in this epoch. Ranks that wait for it raise PeerFailed."""
-        why = "it was ended" if failure is None else _quote(failure)
-        self._world.abandon(self.name, self.ranks, self.ranks[self.rank], Abandoned(self._epoch + 1, unit, why))
+        rank, epoch = self.ranks[self.rank], self._epoch + 1
+        what = Abandoned(epoch, rank, unit, "it was ended" if failure is None else _quote(failure))
+        if isinstance(failure, PeerFailed):  # the first cause, for ranks that wait for this one
+            what = Abandoned(epoch, failure.rank, failure.unit, failure.reason)
+        self._world.abandon(self.name, self.ranks, rank, what)
+
+    def find_failed_peer(self) -> WorldError | None:
+        """None: no backend fails here."""
+        return None
 
     def completed(self) -> None:
         """Do nothing: the world needs no count."""
 
     def reconnect(self) -> None:
-        """Do nothing: there are no connections."""
+        """After an abandoned step: wait for the other ranks."""
+        if self._world.epoch_of(self.name, self.ranks[self.rank]) != self._epoch:
+            self.gather_objects(None, "the next step")
 
     def _launch(self, kind: str, side: Side, received: int) -> Work:
         if self._recorder is None:
@@ -278,7 +287,9 @@ class Abandoned(NamedTuple):
 
     epoch: int
     """The epoch that begins after it."""
-    unit: str
+    rank: int
+    """The rank that is the reason."""
+    unit: str | None
     why: str
 
 
@@ -500,8 +511,10 @@ class _World:
         for rank in absent:
             step = self._abandoned.get((operation.comm, rank))
             if step is not None and step.epoch > operation.epoch:
-                text = f"Rank {rank} has abandoned the step in unit {step.unit!r}: {step.why}. It never called {operation.name}."
-                return PeerFailed(text, rank, step.unit, step.why)
+                where = "" if step.unit is None else f" in unit {step.unit!r}"
+                whom = "It" if step.rank == rank else f"Rank {rank}"
+                text = f"Rank {step.rank} has abandoned the step{where}: {step.why}. {whom} never called {operation.name}."
+                return PeerFailed(text, step.rank, step.unit, step.why)
         return None
 
     def _deadlock(self, live: list[int]) -> str:

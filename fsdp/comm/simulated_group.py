@@ -20,7 +20,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 from torch.utils._pytree import tree_leaves
 
-from fsdp.errors import ShardingError
+from fsdp.comm.routed_group import Beside
+from fsdp.errors import ShardingError, WorldError
 
 c10d_bindings: Any = torch._C._distributed_c10d
 BACKEND: Final = "simulated"
@@ -110,14 +111,21 @@ def _is_importing() -> bool:
 
 
 def _of_ordinary_tensors(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Let tensors that refuse collectives do so. Over processes torch's dispatcher asks them, which is not on the way here."""
+    """Let tensors that refuse collectives do so. Over processes torch's dispatcher asks them, which is not on the way here.
+
+    A failure is passed on, as by a `RoutedGroup`.
+    """
 
     @wraps(collective)
-    def checked(group: Any, *args: Any) -> Any:
+    def checked(group: Any, *args: Any, **named: Any) -> Any:
         for tensor in tree_leaves(args):
             if hasattr(tensor, "refuse_collective"):
                 tensor.refuse_collective(collective.__name__)
-        return collective(group, *args)
+        try:
+            return collective(group, *args, **named)
+        except WorldError as failure:
+            group.beside.abandon(failure)
+            raise
 
     return checked
 
@@ -133,7 +141,8 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def __init__(self, comm: Any) -> None:
         super().__init__(comm.rank, comm.size)
-        self._comm = comm
+        self.comm = comm
+        self.beside = Beside()
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -158,23 +167,23 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         if kind not in ("SUM", "AVG", "MAX", "MIN", "PRODUCT"):
             raise ShardingError(f"fsdp.simulate has no reduction by {kind}; use SUM, AVG, MAX, MIN or PRODUCT.")
         if kind in ("SUM", "AVG", "MAX"):
-            self._comm.all_reduce(tensor, "max" if kind == "MAX" else "sum", "torch").wait()
+            self.comm.all_reduce(tensor, "max" if kind == "MAX" else "sum", "torch").wait()
             if kind == "AVG":
-                tensor.div_(self._comm.size)
+                tensor.div_(self.comm.size)
             return
         gathered = self._gathered(tensor)
         tensor.copy_(gathered.amin(0) if kind == "MIN" else gathered.prod(0))
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks: (W, *shape)."""
-        gathered = tensor.new_empty(self._comm.size, *tensor.shape)
+        gathered = tensor.new_empty(self.comm.size, *tensor.shape)
         self._fill(gathered, tensor)
         return gathered
 
     def _fill(self, output: Tensor, chunk: Tensor) -> None:
         flat = output.view(-1)
-        flat.view(self._comm.size, -1)[self._comm.rank] = chunk.reshape(-1)
-        self._comm.all_gather(flat, "torch").wait()
+        flat.view(self.comm.size, -1)[self.comm.rank] = chunk.reshape(-1)
+        self.comm.all_gather(flat, "torch").wait()
 
     @_of_ordinary_tensors
     def all_gather_single(self, output: Tensor, chunk: Tensor, opts: Any = None) -> Any:
@@ -203,9 +212,9 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         kind = _kind_of(opts)
         if kind not in ("SUM", "AVG"):
             raise ShardingError(f"fsdp.simulate has no reduce-scatter by {kind}; use SUM or AVG.")
-        self._comm.reduce_scatter(chunks.contiguous().view(-1), output.view(-1), "torch").wait()
+        self.comm.reduce_scatter(chunks.contiguous().view(-1), output.view(-1), "torch").wait()
         if kind == "AVG":
-            output.div_(self._comm.size)
+            output.div_(self.comm.size)
         return _done([output])
 
     _reduce_scatter_base = reduce_scatter_single
@@ -222,33 +231,34 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         for tensor in tensors:
             contiguous = tensor.contiguous()
-            self._comm.broadcast(contiguous, opts.rootRank, "torch").wait()
+            self.comm.broadcast(contiguous, opts.rootRank, "torch").wait()
             if contiguous is not tensor:
                 tensor.copy_(contiguous)
         return _done(tensors)
 
     @_of_ordinary_tensors
     def scatter(self, outputs: list[Tensor], chunks: list[list[Tensor]], opts: Any) -> Any:
-        sent = self._comm.gather_objects([chunk.clone() for chunk in chunks[0]] if chunks else None, "torch")
-        outputs[0].copy_(sent[opts.rootRank][self._comm.rank])
+        sent = self.comm.gather_objects([chunk.clone() for chunk in chunks[0]] if chunks else None, "torch")
+        outputs[0].copy_(sent[opts.rootRank][self.comm.rank])
         return _done(outputs)
 
     @_of_ordinary_tensors
     def all_to_all_single(
         self, output: Tensor, given: Tensor, of_output: list[int], of_input: list[int], opts: Any = None
     ) -> Any:
-        ranks = self._comm.size
+        ranks = self.comm.size
         rows = list(of_input) or [given.shape[0] // ranks] * ranks
         starts = accumulate(rows, initial=0)
         parts = [given[start : start + count].clone() for start, count in zip(starts, rows, strict=False)]
-        sent = self._comm.gather_objects(parts, "torch")
-        output.copy_(torch.cat([one[self._comm.rank] for one in sent]))
+        sent = self.comm.gather_objects(parts, "torch")
+        output.copy_(torch.cat([one[self.comm.rank] for one in sent]))
         return _done([output])
 
     alltoall_base = all_to_all_single
 
+    @_of_ordinary_tensors
     def barrier(self, opts: Any = None) -> Any:
-        self._comm.gather_objects(None, "torch")
+        self.comm.gather_objects(None, "torch")
         return _done([])
 
 

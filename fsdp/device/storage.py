@@ -39,9 +39,9 @@ class MemoryTracker:
     def add(self, kind: str, count: int) -> None:
         """Count `count` bytes as allocated or, if it is negative, as released."""
         self.held[kind] = self.held.get(kind, 0) + count
-        self.now += count
-        if self.now > self.peak:
-            self.peak = self.now
+        self.now = now = self.now + count
+        if now > self.peak:
+            self.peak = now
 
 
 _SHARED_WITH_NUMPY: Final = {

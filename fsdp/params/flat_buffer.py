@@ -21,9 +21,12 @@ from fsdp.params.use_after_free import refuse_freed_reads
 from fsdp.params.wire import Wire, WireOfSegments
 from fsdp.shards.dtensors import local_of, refuse_own_gathers
 from fsdp.shards.refusals import refuse_grad_dtype
-from fsdp.shards.shard_parameter import moved_shards
+from fsdp.shards.shard_parameter import moved_shards, shard_changes
 from fsdp.shards.shard_tensor import plain, quick_attributes
 
+_BACKWARD_HOOKS: Final = attrgetter("_backward_hooks")
+_GRAD_DTYPE: Final = attrgetter("grad_dtype")
+_POST_HOOKS: Final = attrgetter("_post_accumulate_grad_hooks")
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 _VERSION: Final = attrgetter("_version")
 _ADDRESS: Final = Tensor.data_ptr
@@ -82,9 +85,11 @@ class FlatBuffer:
             self.shard = self._own_shard = self._shard_memory(originals[0].dtype)
             self.is_shared = self.is_replicated and dtype == self.shard.dtype and not self.home.copies
             self.unsharded = self.shard if self.is_shared else torch.empty(self.layout.numel, dtype=dtype, device=self.device)
+            self._views = self.views_of(self.unsharded)
+            """Where the unsharded parameters lie, also while there is no memory: no view can be made then."""
             self.unsharded_params = tuple(
                 _unsharded_param(info.parameter, placement.unsharded(view.data))
-                for info, placement, view in zip(param_infos, self.placements, self.views_of(self.unsharded), strict=True)
+                for info, placement, view in zip(param_infos, self.placements, self._views, strict=True)
             )
             self._local_unsharded = [p if (local := local_of(p)) is None else local for p in self.unsharded_params]
             self.key = storage_key(self.unsharded)
@@ -113,6 +118,10 @@ class FlatBuffer:
         self._own_addresses = (self._own_shard.data_ptr(), self._addresses())
         """Where the own memory of the shard lies, and where each sharded parameter lies in it."""
         self.requires_grad_flags = [p.requires_grad for p in originals]
+        self._flags_seen = -1
+        """`shard_changes` when `requires_grad_flags` were last found right. Shards that count no changes are asked each time."""
+        self._unhooked_at = -1
+        """`shard_changes` when no shard was last found to have a hook of the user."""
         """`requires_grad` of each parameter, as of the last forward."""
         self._nonempty = [i for i, p in enumerate(self._local_unsharded) if p.numel()]
         self._with_memory = [self._local_unsharded[i] for i in self._nonempty]
@@ -289,16 +298,41 @@ class FlatBuffer:
             f"{shard.device}. Convert or move the module before wrapping it; for another compute precision give mp_policy."
         )
 
+    def current_flags(self) -> list[bool]:
+        """`requires_grad` of each sharded parameter."""
+        if self._flags_seen == shard_changes.count:
+            return self.requires_grad_flags
+        with quick_attributes():
+            return [*map(_REQUIRES_GRAD, self.sharded_params)]
+
     def sync_requires_grad(self) -> bool:
         """Copy `requires_grad` from the sharded to the unsharded parameters; return whether any changed."""
+        if self._flags_seen == shard_changes.count:
+            return False
+        if self.asks_addresses:  # a shard refuses at once
+            self.refuse_grad_dtypes()
+        flags = self.current_flags()
+        changed = flags != self.requires_grad_flags and self._set_requires_grad(flags)
+        if not self.asks_addresses:
+            self._flags_seen = shard_changes.count
+        return changed
+
+    def may_be_hooked(self) -> bool:
+        """Whether a sharded parameter may have a hook of the user."""
+        if self._unhooked_at == shard_changes.count:
+            return False
         with quick_attributes():
-            flags = [*map(_REQUIRES_GRAD, self.sharded_params)]
-            if self.asks_addresses:  # a shard refuses at once
-                self.refuse_grad_dtypes()
-        return flags != self.requires_grad_flags and self._set_requires_grad(flags)
+            hooks = [*map(_BACKWARD_HOOKS, self.sharded_params)]
+            found = max(map(len, filter(None, hooks)), default=0) > 1  # one hook is the engine's own
+            found = found or any(map(_POST_HOOKS, self.sharded_params))
+        if not found and not self.asks_addresses:
+            self._unhooked_at = shard_changes.count
+        return found
 
     def refuse_grad_dtypes(self) -> None:
         """Raise ShardingError if the user has set `grad_dtype` of a sharded parameter to another dtype than its own."""
+        if {self.shard.dtype, None}.issuperset(map(_GRAD_DTYPE, self.sharded_params)):
+            return
         for i, parameter in enumerate(self.sharded_params):
             dtype = parameter.grad_dtype
             if dtype is not parameter.dtype and dtype is not None:
@@ -346,10 +380,9 @@ class FlatBuffer:
         for i, unsharded in enumerate(self.unsharded_params):
             changed[i] |= unsharded.grad is not None
             unsharded.grad = None
-        # without memory, a backward inside the forward has begun, and taken what was pointed elsewhere before
-        places = self._places() if self.unsharded.untyped_storage().size() else []
-        for i, (parameter, view) in enumerate(zip(self._local_unsharded, places, strict=False)):
-            if parameter.data_ptr() != view.data_ptr():
+        # not by address: an inner forward that failed has freed the memory already
+        for i, (parameter, view) in enumerate(zip(self._local_unsharded, self._places(), strict=True)):
+            if storage_key(parameter) != storage_key(view) or parameter.storage_offset() != view.storage_offset():
                 changed[i], parameter.data = True, view.data
         return [info.names[0] for info, one in zip(self.param_infos, changed, strict=True) if one]
 
@@ -375,7 +408,7 @@ class FlatBuffer:
 
     def _places(self) -> list[Tensor]:
         """Where each unsharded parameter lies, unless a forward has pointed it at other memory."""
-        return [plain(p) for p in self.sharded_params] if self.is_shared else self.views_of(self.unsharded)
+        return [plain(p) for p in self.sharded_params] if self.is_shared else self._views
 
     def _unsharded_pointers(self) -> list[int]:
         """Where each unsharded parameter with elements lies, unless a forward has pointed it at other memory."""

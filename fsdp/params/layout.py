@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import lcm, prod
 from typing import Final
 
-from fsdp.shards.cut import Cut, Shape
+from fsdp.shards.cut import Cut, Shape, part_shape
 
 ALIGNMENT: Final = 16
 """Bytes. NCCL sends packets of one element each if a chunk is not a multiple of this."""
@@ -127,19 +127,14 @@ class Layout:
                 low += numel
 
     def part(self, index: int, rank: int) -> ShardExtent:
-        """The part of parameter `index` on `rank`.
-
-        Shapes:   cut between rows: (k, *rest), where k may be 0
-                  cut by element: (1, ..., 1, n)
-                  no dimensions: () on the rank that holds it, (0,) on the others
-        """
+        """The part of parameter `index` on `rank`. Shapes: see `part_shape`."""
         slot = self.slots[index]
         segment = self.segments[slot.segment]
         begin = segment.offset * self.num_shards + rank * segment.numel
         low = min(max(begin, slot.start), slot.end)
         high = max(min(begin + segment.numel, slot.end), low)
         offset = segment.offset + low - begin if high > low else 0
-        return ShardExtent(_part_shape(slot, high - low), offset, low - slot.start, high - low)
+        return ShardExtent(part_shape(slot.shape, high - low, slot.cut_by_element), offset, low - slot.start, high - low)
 
     def cut(self, index: int) -> Cut:
         """How parameter `index` is cut over the ranks."""
@@ -151,17 +146,6 @@ class Layout:
             return Cut(slot.shape, self.num_shards, holder, None, None)
         numel_next = per_rank if slot.numel > first + per_rank else None
         return Cut(slot.shape, self.num_shards, holder, first, numel_next)
-
-
-def _part_shape(slot: ParamExtent, numel: int) -> Shape:
-    shape = slot.shape
-    if numel == slot.numel:
-        return shape
-    if not shape:
-        return (0,)
-    if slot.cut_by_element:
-        return (*(1,) * (len(shape) - 1), numel)
-    return (numel // (slot.numel // shape[0]), *shape[1:])
 
 
 @lru_cache(maxsize=4096)

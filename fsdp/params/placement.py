@@ -21,7 +21,7 @@ A parameter may be a DTensor before wrapping, which tensor parallelism has made.
 parameter is a DTensor over the same mesh as before, and the shard is a DTensor over both meshes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -47,8 +47,9 @@ from fsdp.shards.dtensors import (
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.refusals import check_fit
 from fsdp.shards.shard_parameter import become_full, become_local, become_shard, moved_shards
-from fsdp.shards.shard_tensor import as_shard, plain
+from fsdp.shards.shard_tensor import ShardTensor, as_shard, plain
 from fsdp.shards.sharded_value import ShardedValue
+from fsdp.shards.state_placement import StatePlacement, has_dimensions, place_full, place_local, refuse_absent, refuse_shape
 
 _torch: Any = torch._C
 _storage_id: Final[Callable[[Tensor], int]] = _torch._storage_id
@@ -57,7 +58,7 @@ _storage_id: Final[Callable[[Tensor], int]] = _torch._storage_id
 class Placement:
     """One parameter of a flat buffer. Its shard is an ordinary tensor: the full parameter, or a part that knows of no other."""
 
-    __slots__ = ("extent", "is_complete", "layout", "name", "part", "rank")
+    __slots__ = ("cut", "extent", "is_complete", "layout", "name", "part", "rank")
 
     asks_address: ClassVar = True
     """Whether only its address says where the shard lies. Otherwise `moved_shards` has all that were moved."""
@@ -80,6 +81,7 @@ class Placement:
         self.is_complete = is_complete
         self.extent = layout.slots[index]
         self.part = layout.part(index, rank)
+        self.cut = layout.cut(index)
 
     # which elements -----------------------------------------------------------------------
 
@@ -224,6 +226,33 @@ class Placement:
             )
         return local
 
+    # the state of an optimizer --------------------------------------------------------------
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether this rank has state of the parameter."""
+        return self.part.numel > 0
+
+    def part_of_state(self, where: str, value: Any) -> Any:
+        """What this rank saves of a value that an optimizer keeps. Errors begin with `where`.
+
+        Raises:
+            ShardingError: nothing says how the value lies on the ranks.
+        """
+        return plain(value) if isinstance(value, ShardTensor) else value
+
+    def place_state(self, where: str, shapes: Mapping[int, Shape], dtype: torch.dtype) -> StatePlacement:
+        """See `fsdp.shards.state_placement.Place`."""
+        return place_local(where, self.cut, self.extent.cut_by_element, shapes, dtype)
+
+    def place_full_state(self, where: str, shape: Shape, dtype: torch.dtype) -> StatePlacement:
+        """The placement of a full tensor of `shape`. Errors begin with `where`.
+
+        Raises:
+            ShardingError: it has no parts that belong to those of the parameter.
+        """
+        return place_full(where, self.cut, self.extent.cut_by_element, shape, dtype)
+
     def placed(self, layout: Layout, index: int, like: nn.Parameter, dtype: torch.dtype) -> "Placement":
         """The placement of the parameter at `index` of another layout, in `dtype`. `like`: the shard until now."""
         return type(self)(self.name, layout, index, self.rank, self.is_complete)
@@ -241,7 +270,7 @@ class ShardPlacement(Placement):
     def __init__(self, name: str, layout: Layout, index: int, comm: Communicator) -> None:
         super().__init__(name, layout, index, comm.rank)
         extent, part = self.extent, self.part
-        self.info = ShardInfo(name, layout.cut(index), Size(part.shape), part.first, extent.numel, extent.cut_by_element, comm)
+        self.info = ShardInfo(name, self.cut, Size(part.shape), part.first, extent.numel, extent.cut_by_element, comm)
 
     def as_shard(self, local: Tensor) -> Tensor:
         return as_shard(local, self.info)
@@ -378,12 +407,57 @@ class DTensorPlacement(Placement):
         fits = local is not None and (given is parameter or self.part_of_value(given) is not None)
         return local if local is not None and fits else super().part_of_given(operation, name, given, parameter)
 
+    @property
+    def keeps_state(self) -> bool:
+        return True
+
+    def part_of_state(self, where: str, value: Any) -> Any:
+        if has_dimensions(value) and local_of(value) is None:
+            raise ShardingError(
+                f"{where} is an ordinary tensor of shape {tuple(value.shape)}, and the parameter is a DTensor: nothing says of "
+                "what this is a part. Use an optimizer that keeps DTensors."
+            )
+        return value
+
+    def place_state(self, where: str, shapes: Mapping[int, Shape], dtype: torch.dtype) -> StatePlacement:
+        refuse_absent(where, range(self.layout.num_shards), shapes)
+        return DTensorState(self, next(iter(shapes.values())), dtype)
+
+    def place_full_state(self, where: str, shape: Shape, dtype: torch.dtype) -> StatePlacement:
+        if shape != self.shape:
+            refuse_shape(where, shape, self.shape)
+        return DTensorState(self, shape, dtype)
+
     def placed(self, layout: Layout, index: int, like: nn.Parameter, dtype: torch.dtype) -> Placement:
         specs = [
             None if one is None else replace(one, tensor_meta=one.tensor_meta._replace(dtype=dtype))
             for one in (self._spec, self._unsharded_spec)
         ]
         return DTensorPlacement(self.name, layout, index, self.rank, (specs[0], specs[1]), self.dim, like)
+
+
+class DTensorState(StatePlacement):
+    """State of the parameter's shape. Each rank's part is a DTensor, which knows where it lies."""
+
+    __slots__ = ("_placement",)
+
+    def __init__(self, placement: DTensorPlacement, shape: Shape, dtype: torch.dtype) -> None:
+        super().__init__(shape, dtype, placement.cut)
+        self._placement = placement
+
+    def part_of(self, full: Tensor, rank: int) -> Tensor:
+        return self._placement.as_shard(self._placement.part_of_full(full.detach()).clone())
+
+    def value(self, name: str, local: Tensor, rank: int) -> Tensor:
+        return local
+
+    def empty(self, name: str, rank: int, device: torch.device) -> Tensor:
+        stored = torch.empty(self._placement.part.shape, dtype=self.dtype, device=device)
+        return self._placement.as_shard(self._placement.shown(stored))
+
+    def gather(self, where: str, local: Any, comm: Communicator, device: torch.device) -> Tensor:
+        full: Tensor = local.full_tensor()
+        return full
 
 
 def stored(tensor: Tensor, dim: int) -> Tensor:

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp.autograd.frames import in_a_forward, in_backward
 from fsdp.errors import ShardingError
 from fsdp.params.param_info import ParamInfo
+from fsdp.shards.shard_parameter import Clock
 
 
 class Owner(Protocol):
@@ -82,25 +83,8 @@ def in_grad_hook() -> bool:
     return bool(_in_grad_hook.__dict__)
 
 
-class Touches:
-    """How often code has put a parameter into a module that has parameters of a unit, or taken one away."""
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def add(self) -> None:
-        """Once more."""
-        self.count += 1
-
-    def forget(self, count: int) -> None:
-        """Those after `count` were the units' own."""
-        self.count = count
-
-
-touches: Final = Touches()
-"""Of all modules, so that a unit looks at one number."""
+touches: Final = Clock()
+"""How often code has put a parameter into a module that has parameters of a unit, or taken one away, in all modules."""
 
 
 class ParamDict(dict[str, nn.Parameter | None]):

@@ -36,7 +36,8 @@ class Versions:
 
     def __init__(self, flats: Sequence[FlatBuffer]) -> None:
         self._flats = tuple(flats)
-        self._asks_addresses = any([flat.asks_addresses for flat in flats])
+        # a shard that refuses `p.data = x` has values of one place alone
+        self._asks_addresses = any([flat.asks_addresses and not flat.placements[0].refuses_data for flat in flats])
         self._repeated = 0
         """How many changes were made by recomputes, which repeat those of a forward."""
         self._written_back = 0

@@ -69,7 +69,7 @@ class Wire:
 class WireOfSegments(Wire):
     """The same for a flat buffer of several segments. See [Note: order on the wire]."""
 
-    __slots__ = ("_shapes",)
+    __slots__ = ("_shapes", "_single_shapes")
 
     has_views: ClassVar = False
 
@@ -78,6 +78,9 @@ class WireOfSegments(Wire):
         self._shapes: list[list[tuple[int, ...]]] = [self._shapes_of(index) for index in range(len(layout.slots))]
         """Of each parameter the shapes of its parts on the wire: (ranks, rows, *row) for those ranks that have a full slice, and
         (rows, *row) for the rank that has a short one. A part without rows is left out."""
+        is_single = all([len(shapes) == 1 for shapes in self._shapes]) and not any([one.dim for one in placements])
+        self._single_shapes = [shapes[0] for shapes in self._shapes] if is_single else None
+        """The shapes, if each parameter is one part and lies in memory as on the wire."""
 
     def _shapes_of(self, index: int) -> list[tuple[int, ...]]:
         slot = self._layout.slots[index]
@@ -122,6 +125,8 @@ class WireOfSegments(Wire):
         return parts
 
     def parts_of_all(self, full: list[Tensor]) -> list[Tensor]:
+        if self._single_shapes is not None:
+            return [*map(Tensor.view, full, self._single_shapes)]
         return [part for index, one in enumerate(full) for part in self.parts_of(index, one)]
 
     def full_params(self, wire: Tensor) -> list[Tensor]:

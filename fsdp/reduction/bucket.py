@@ -5,7 +5,7 @@ Rule 1: the attributes of a bucket are written in its class alone. What may happ
 
 from collections.abc import Hashable, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_, is_not
+from operator import and_, attrgetter, is_, is_not
 from typing import Final
 
 import torch
@@ -20,7 +20,6 @@ from fsdp.reduction.accumulated import AccumulatedGrad
 from fsdp.reduction.sparse import dense
 from fsdp.shards.shard_tensor import plain, quick_attributes
 
-_BACKWARD_HOOKS: Final = attrgetter("_backward_hooks")
 _GRAD: Final = attrgetter("grad")
 _DTYPE: Final = attrgetter("dtype")
 _IS_SPARSE: Final = attrgetter("is_sparse")
@@ -297,20 +296,13 @@ class Bucket:
         self.reduced.add_(chunk)
         self._tracker.add("reduced", self.flat.home.device_bytes(self.reduced))
 
-    @property
-    def has_grad_hooks(self) -> bool:
-        """Whether the user has set hooks on sharded parameters (`p.register_hook`)."""
-        with quick_attributes():
-            hooks_of = [*map(_BACKWARD_HOOKS, self.flat.sharded_params)]
-        return max(map(len, filter(None, hooks_of)), default=0) > 1  # one hook is the engine's own
-
     def run_grad_hooks(self, used: Sequence[bool]) -> None:
         """Run the user's hooks on sharded parameters (`p.register_hook`) on their reduced gradients.
 
         Raises:
             ShardingError: a hook returned something that cannot replace the gradient, or has set `grad_dtype`.
         """
-        if self.reduced is None or not self.has_grad_hooks:
+        if self.reduced is None or not self.flat.may_be_hooked():
             return
         flat = self.flat
         # also where this rank holds no element: a hook may take a norm, which is a collective
@@ -343,12 +335,14 @@ class Bucket:
         flat = self.flat
         gradients = self._shard_grads(reduced)
         targets, summands = [], []
+        may_be_hooked = flat.may_be_hooked()
+        takes = used if self.expects_accumulated else [*map(and_, used, flat.current_flags())]
         with quick_attributes():
             for i, gradient in zip(flat.local_params, gradients, strict=True):
-                param = flat.sharded_params[i]
-                if not used[i] or not (param.requires_grad or self.expects_accumulated):
+                if not takes[i]:
                     continue
-                if param._post_accumulate_grad_hooks:
+                param = flat.sharded_params[i]
+                if may_be_hooked and param._post_accumulate_grad_hooks:
                     hooked.append(i)
                 before = param.grad
                 accumulated = self._drop_accumulated(i) if self.accumulated else None
@@ -364,10 +358,10 @@ class Bucket:
         # the rest belongs to parameters of which this rank holds no element
         self.drop_all_accumulated()
         with quick_attributes():
-            accumulates, dtype = self.expects_accumulated, flat.shard.dtype
+            dtype = flat.shard.dtype
             for i, param, gradient in flat.empty_shards:
-                if used[i] and (accumulates or param.requires_grad):
-                    if param._post_accumulate_grad_hooks:
+                if takes[i]:
+                    if may_be_hooked and param._post_accumulate_grad_hooks:
                         hooked.append(i)
                     # a conversion of the model, undone since, has converted it as well
                     param.grad = gradient if gradient.dtype is dtype else gradient.to(dtype)

@@ -276,7 +276,7 @@ class Reducer:
         Raises:
             ShardingError: a hook changed what other parameters show. No gradient of this backward is there yet.
         """
-        if not any([bucket.has_grad_hooks for bucket in self.buckets]):
+        if not any([bucket.flat.may_be_hooked() for bucket in self.buckets]):
             return
         shown, self.runs_grad_hooks = self._shown_grads(), True
         try:

@@ -13,9 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
-from operator import attrgetter
-from typing import Final
 
 import torch
 from torch.autograd import Variable, profiler
@@ -39,7 +36,7 @@ from fsdp.runtime.hook_actions import HookActions, PassWatcher
 from fsdp.runtime.launch_gathers import Gathers, gather_sizes
 from fsdp.runtime.prefetch import PassSchedules
 from fsdp.runtime.stale_params import StaleParams
-from fsdp.shards.shard_tensor import quick_attributes
+from fsdp.shards.shard_parameter import shard_changes
 from state_machine import (
     Action,
     BackwardEvent,
@@ -53,8 +50,6 @@ from state_machine import (
     ResidencyState,
     Root,
 )
-
-_REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
 
 class Engine:
@@ -70,7 +65,8 @@ class Engine:
     ) -> None:
         self.units = tuple(units)
         self._has_plain_shards = any(flat.asks_addresses for unit in units for flat in unit.flats)
-        self._sharded_params = tuple([p for unit in units for p in unit.sharded_params])
+        self._flags_seen = -1
+        """`shard_changes` when the flags of all units were last looked at."""
         self.comms = comms
         self.tracker = tracker
         self.synchronises = True
@@ -93,8 +89,6 @@ class Engine:
         """The units whose forward runs, outermost first."""
         self._last_unit = 0
         """The unit of the last event."""
-        self._has_abandoned = False
-        """Whether a step was abandoned since the last pass began."""
         self._failed = 0
         """The unit whose forward failed last."""
         self._task = -1
@@ -137,6 +131,10 @@ class Engine:
         self._hooks = hooks
         self._action_handlers[Action.HOOK_OUTPUTS] = hooks.hook_outputs
         self.phases = Phases([unit.name for unit in self.units], self._action_handlers, self._effect_handlers)
+
+    def set_comms(self, comms: CommContext) -> None:
+        """From now on, failures are passed on to these: communicators were added."""
+        self.comms = comms
 
     def set_synchronises(self, synchronises: bool) -> None:
         """From now on, backwards that begin reduce their gradients, or do not."""
@@ -324,7 +322,6 @@ class Engine:
         self.pending_backward.expect(False)
         self.schedules.forget()
         self.stats.abandon_step()
-        self._has_abandoned = True
         self.comms.abandon(unit, failure)
 
     def _reset_step(self) -> None:
@@ -350,10 +347,9 @@ class Engine:
             self.schedules.forget()
         if (restart := self.pending_backward.announce_restart(self.units[0].name)) is not None:
             self.abandon_step(restart, 0)
-        if self._has_abandoned and self.comms.across is not None:
-            # a rank of another dimension that is still in that step would take the calls of this one for those it waits for
-            self.comms.across.gather_objects(None, self.units[0].name)
-        self._has_abandoned = False
+        if self.comms.across is not None:
+            # a rank of another dimension may still be in a step that was abandoned
+            self.comms.across.reconnect()
         if self.units[0].config.broadcast_buffers and records_graph:
             broadcast_buffers(self.units[0].modules, self.comms.world_comm, self.watcher.source if self.watcher else 0)
         if self.reducer.policy.find_unused_parameters:
@@ -428,14 +424,10 @@ class Engine:
 
     def _sync_requires_grad(self) -> None:
         """Apply changes of `requires_grad` before a backward: autograd drops the gradient of a parameter that is frozen then."""
-        if self._has_plain_shards:  # their `grad_dtype` is looked at as well
-            flags = None
-        else:
-            with quick_attributes():
-                flags = [*map(_REQUIRES_GRAD, self._sharded_params)]
-        if flags != [*chain.from_iterable([flat.requires_grad_flags for unit in self.units for flat in unit.flats])]:
+        if self._has_plain_shards or self._flags_seen != shard_changes.count:
             for unit in self.units:
                 unit.sync_requires_grad()
+            self._flags_seen = shard_changes.count
 
     def _begin_pass(self, is_forward: bool) -> None:
         self._stale_params.show_to_gathers(is_forward)

@@ -1,5 +1,6 @@
 """Which elements of a flattened tensor each rank holds, and such a range as boxes. Pure arithmetic, no torch."""
 
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -41,6 +42,28 @@ class Cut(NamedTuple):
             left -= numels[rank]
             most = left if self.numel_next is None else self.numel_next
         return numels
+
+    def spans(self) -> list[tuple[int, int, int]]:
+        """Of each rank: its number, its first element in the flattened tensor, and how many elements it holds."""
+        numels = self.numels()
+        return list(zip(range(self.num_ranks), accumulate(numels, initial=0), numels, strict=False))
+
+
+def part_shape(shape: Shape, numel: int, by_element: bool) -> Shape:
+    """The shape of a part with `numel` elements of a tensor of `shape`, which is cut between rows or, `by_element`, inside them.
+
+    Shapes:   all of it: shape
+              cut between rows: (k, *rest), where k may be 0
+              cut by element: (1, ..., 1, numel)
+              no dimensions, on a rank that holds nothing: (0,)
+    """
+    if numel == prod(shape):
+        return shape
+    if not shape:
+        return (0,)
+    if by_element:
+        return (*(1,) * (len(shape) - 1), numel)
+    return (numel // prod(shape[1:]), *shape[1:])
 
 
 class Chunk(NamedTuple):

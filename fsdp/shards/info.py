@@ -1,14 +1,17 @@
 """What a shard is a part of: the parameter, its full shape, and which ranks hold which elements."""
 
+from collections.abc import Mapping
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Size, Tensor
 
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
-from fsdp.shards.cut import Cut, Shape
+from fsdp.shards.cut import Cut, Shape, part_shape
+from fsdp.shards.state_placement import StatePlacement, place_local
 
 
 class ShardInfo(NamedTuple):
@@ -83,13 +86,12 @@ class ShardInfo(NamedTuple):
         cut, here = self.cut._replace(shape=shape), self.local_shape.numel()
         # one row is cut by element, even if it lies on one rank: what is computed over it is wanted on all ranks
         by_element = self.cut_by_element or shape[:1] == (1,) or any(end % cut.row for end in accumulate(cut.numels()))
-        if here == self.numel:
-            local_shape = shape
-        elif by_element or not shape:
-            local_shape = (*(1,) * (len(shape) - 1), here)
-        else:
-            local_shape = (here // cut.row, *shape[1:])
-        return self._replace(cut=cut, local_shape=Size(local_shape), cut_by_element=by_element, viewed_from=origin)
+        local_shape = Size(part_shape(shape, here, by_element))
+        return self._replace(cut=cut, local_shape=local_shape, cut_by_element=by_element, viewed_from=origin)
+
+    def place_state(self, where: str, shapes: Mapping[int, Shape], dtype: torch.dtype) -> StatePlacement:
+        """See `fsdp.shards.state_placement.Place`."""
+        return place_local(where, self.cut, self.cut_by_element, shapes, dtype)
 
     @property
     def keeps_rows(self) -> bool:

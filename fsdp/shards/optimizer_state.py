@@ -10,9 +10,8 @@ none yet. Its state is looked through at its first step.
 
 from collections import Counter
 from collections.abc import Iterator
-from copy import deepcopy
-from math import prod
-from typing import Any, Final, NamedTuple, NoReturn
+from functools import partial
+from typing import Any, Final, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,13 +22,13 @@ from fsdp.autograd.dynamo import is_full_graph
 from fsdp.autograd.frames import FullStateCall, full_state_call
 from fsdp.comm.agreement import agree_and_gather
 from fsdp.comm.communicator import Communicator
-from fsdp.comm.joint_gather import gather_parts
 from fsdp.errors import ShardingError
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.refusals import refuse_compiled
 from fsdp.shards.shard_parameter import EmptyShardParameter, ShardParameter
 from fsdp.shards.shard_tensor import ShardTensor, as_shard, local_operators, plain
 from fsdp.shards.sharded_value import ShardedValue
+from fsdp.shards.state_placement import State, StatePlacement, outline_of, placed
 
 ELEMENT_WISE_OPTIMIZERS: Final = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
@@ -42,20 +41,8 @@ _hooked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 """The optimizers with hooks, each with the number of its sharded parameters when its state was last looked through."""
 _FULL: Final = "full_state_dict=True"
 StateDict = dict[str, Any]
-State = dict[Any, dict[str, Any]]
-"""The state of each parameter, by its number or name."""
 Parameters = dict[Any, ShardParameter]
 """The sharded parameters of an optimizer, by number or name."""
-
-
-class Extent(NamedTuple):
-    """Which elements of a flattened tensor a rank holds."""
-
-    shape: tuple[int, ...]
-    """The shape of the full tensor."""
-    dtype: torch.dtype
-    first: int
-    numel: int
 
 
 def hook_state(optimizer: Optimizer, parameters: list[Any] | None = None) -> None:
@@ -119,11 +106,15 @@ def _full_state(parameters: Parameters, state: State, call: FullStateCall) -> St
         ShardingError: on every rank, if some state has no full form, or ranks differ in a number.
     """
     full: State = {}
-    for comm, here, by_rank in _outlines("get", parameters, state):
-        plan = {number: _together(p.shard_info, [outline.get(number, {}) for outline in by_rank]) for number, p in here.items()}
-        for number, kept in plan.items():
-            for key, found in kept.items():
-                one = _in_full(found, comm, state.get(number, {}).get(key), here[number])
+    for comm, here, found in _placed("get", parameters, state):
+        for number, kept in found.items():
+            for key, one in kept.items():
+                if isinstance(one, StatePlacement):
+                    mine, where = (
+                        state.get(number, {}).get(key),
+                        f"{_FULL}: {key!r} of parameter {here[number].shard_info.name!r}",
+                    )
+                    one = one.gather(where, None if mine is None else plain(mine), comm, here[number].device)
                 if call.keeps:
                     full.setdefault(number, {})[key] = one.cpu() if call.offloads and isinstance(one, Tensor) else one
     return full
@@ -134,82 +125,28 @@ def _state_of_others(parameters: Parameters, state: State) -> State:
 
     It loads what it finds on this rank alone, and puts full tensors in the place of these, which have the right shapes.
     """
-    found: State = {}
-    for _, here, by_rank in _outlines("set", parameters, state):
-        for number, parameter in here.items():
-            for key, one in next((outline[number] for outline in by_rank if outline.get(number)), {}).items():
-                if isinstance(one, Extent):
-                    one = torch.empty((), dtype=one.dtype, device=parameter.device).expand(one.shape)
-                found.setdefault(number, {})[key] = one
-    return found
+    others: State = {}
+    for _, here, found in _placed("set", parameters, state):
+        for number, kept in found.items():
+            for key, one in kept.items():
+                if isinstance(one, StatePlacement):
+                    one = torch.empty((), dtype=one.dtype, device=here[number].device).expand(one.shape)
+                others.setdefault(number, {})[key] = one
+    return others
 
 
-def _outlines(verb: str, parameters: Parameters, state: State) -> Iterator[tuple[Communicator, Parameters, list[State]]]:
-    """The parameters of each group of ranks, and the outline of their state by rank. Communicates."""
+def _placed(verb: str, parameters: Parameters, state: State) -> Iterator[tuple[Communicator, Parameters, State]]:
+    """The parameters of each group of ranks, and the state that any of these has, see `placed`. Communicates."""
     for comm in dict.fromkeys(p.shard_info.comm for p in parameters.values()):
         here = {number: p for number, p in parameters.items() if p.shard_info.comm is comm}
-        yield comm, here, agree_and_gather(comm, f"{verb}_optimizer_state_dict", lambda here=here: _outline(here, state))  # type: ignore[misc]
-
-
-def _outline(parameters: Parameters, state: State) -> State:
-    """This rank's state with an Extent in place of each tensor that has dimensions."""
-    return {
-        number: {key: _extent(parameter.shard_info, key, one) for key, one in state.get(number, {}).items()}
-        for number, parameter in parameters.items()
-        if not (isinstance(parameter, EmptyShardParameter) and parameter.shard_info.numel)
-    }
-
-
-def _extent(info: ShardInfo, key: str, one: Any) -> Any:
-    if isinstance(one, ShardTensor):
-        return Extent(one.shard_info.shape, one.dtype, one.shard_info.first, one.shard_info.local_shape.numel())
-    if isinstance(one, Tensor):
-        return Extent(tuple(one.shape), one.dtype, 0, one.numel()) if one.dim() else one.detach().cpu().clone()
-    if not isinstance(one, bool | int | float | str | None):
-        raise ShardingError(
-            f"{_FULL}: {key!r} of parameter {info.name!r} is a {type(one).__name__}; only tensors and plain values can be kept."
-        )
-    return one
-
-
-def _together(info: ShardInfo, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state of one parameter on all ranks: for each tensor the Extents by rank, and each other value once.
-
-    Raises:
-        ShardingError: a rank lacks a part of a tensor, or has another value.
-    """
-    found: dict[str, Any] = {}
-    for key in dict.fromkeys(key for kept in by_rank for key in kept):
-        what = f"{_FULL}: {key!r} of parameter {info.name!r}"
-        absent = [rank for rank, numel in enumerate(info.cut.numels()) if numel and key not in by_rank[rank]]
-        if absent:
-            raise ShardingError(
-                f"{what} is missing on ranks {absent}, which hold a part of the parameter; step every rank alike."
-            )
-        there = [kept[key] for kept in by_rank if key in kept]
-        if not any(isinstance(one, Extent) for one in there):
-            if any(one != there[0] for one in there):
-                raise ShardingError(f"{what} differs between ranks: {there}; step every rank alike.")
-            found[key] = deepcopy(there[0])  # simulated ranks share objects
-            continue
-        kinds = {one[:2] if isinstance(one, Extent) else type(one) for one in there}
-        if len(kinds) > 1 or sum(one.numel for one in there) != prod(there[0].shape):
-            raise ShardingError(
-                f"{what} is a tensor of each rank's own, with no full form: {there}. fsdp.save keeps it for the same number of "
-                "ranks."
-            )
-        found[key] = [kept.get(key, Extent(there[0].shape, there[0].dtype, 0, 0)) for kept in by_rank]
-    return found
-
-
-def _in_full(found: Any, comm: Communicator, mine: Any, parameter: ShardParameter) -> Any:
-    """The value that all ranks have, or the full tensor of which each rank has the part that its Extent says. Communicates."""
-    if not isinstance(found, list):
-        return found
-    full = torch.empty(found[0].shape, dtype=found[0].dtype, device=parameter.device)
-    parts = [(rank, extent.first, extent.numel) for rank, extent in enumerate(found)]
-    mine = None if mine is None else plain(mine)
-    return gather_parts(full, parts, mine, comm, f"optimizer state of {parameter.shard_info.name}")
+        names = {number: p.shard_info.name for number, p in here.items()}
+        local = {
+            number: {key: plain(one) if isinstance(one, ShardTensor) else one for key, one in state[number].items()}
+            for number, p in here.items()
+            if number in state and not (isinstance(p, EmptyShardParameter) and p.shard_info.numel)
+        }
+        by_rank = agree_and_gather(comm, f"{verb}_optimizer_state_dict", partial(outline_of, _FULL, local, names))
+        yield comm, here, placed(_FULL, by_rank, {number: p.shard_info.place_state for number, p in here.items()}, names)
 
 
 def _take_values(optimizer: Optimizer, state_dict: StateDict) -> StateDict:

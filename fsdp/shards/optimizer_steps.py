@@ -11,8 +11,10 @@ run outside of that. DTensors have a dispatch of their own, which is not asked e
 """
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from functools import wraps
+from operator import is_
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -26,6 +28,8 @@ from fsdp.shards.shard_parameter import EmptyShardParameter, ShardParameter
 from fsdp.shards.shard_tensor import ShardTensor, as_shard, local_operators, quick_attributes
 
 _ORDINARY: Final = {Tensor, nn.Parameter}
+_LOCAL: Final = "_local_tensor"
+"""The attribute of a DTensor that is this rank's part, see `local_of`, which takes longer."""
 
 
 class _WithoutEmpty:
@@ -57,39 +61,57 @@ class _WithoutEmpty:
 class _PartsOfDTensors:
     """This rank's parts of DTensors in their places in an optimizer, with their gradients and state, for one step."""
 
-    __slots__ = ("_groups", "_parts")
+    __slots__ = ("_groups", "_parts", "_shown")
 
     def __init__(self) -> None:
         self._groups: list[tuple[dict[str, Any], list[Any]]] = []
-        """The groups with such parameters, and all their parameters."""
-        self._parts: list[tuple[Any, Tensor]] = []
-        """Each DTensor, and the part that takes its place."""
+        """The groups, and their parameters."""
+        self._parts: list[tuple[Any, Any, list[Any]]] = []
+        """Each parameter, what takes its place, and the values of the latter's state when the step began."""
+        self._shown: dict[Any, dict[str, Any]] | None = None
+        """The state of the parameters, which users see."""
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Put the parts in the places of the DTensors."""
+        """Put the parts in the places of the DTensors. An ordinary parameter stays, with its state."""
+        self._shown, optimizer.state = optimizer.state, defaultdict(dict)
         for group in optimizer.param_groups:
             parameters = group["params"]
             self._groups.append((group, parameters))
-            group["params"] = [p if (part := local_of(p)) is None else self._take(optimizer, p, part) for p in parameters]
+            group["params"] = [self._take(optimizer.state, p) for p in parameters]
 
-    def _take(self, optimizer: Optimizer, parameter: Any, part: Tensor) -> Tensor:
-        self._parts.append((parameter, part))
-        part.grad = local_of(parameter.grad)
-        if kept := optimizer.state.get(parameter):
-            optimizer.state[part] = {key: one if (local := local_of(one)) is None else local for key, one in kept.items()}
+    def _take(self, state: dict[Any, dict[str, Any]], parameter: Any) -> Any:
+        part = getattr(parameter, _LOCAL, parameter)
+        kept = self._shown.get(parameter)  # type: ignore[union-attr]
+        if part is not parameter:
+            part.grad = getattr(parameter.grad, _LOCAL, None)
+            kept = kept and {key: getattr(one, _LOCAL, one) for key, one in kept.items()}
+        if kept:
+            state[part] = kept
+        self._parts.append((parameter, part, [*kept.values()] if kept else []))
         return part
 
     def end(self, optimizer: Optimizer) -> None:
         """Put the DTensors back; what the step has made in the state is theirs. Also after a `begin` that failed."""
         for group, parameters in self._groups:
             group["params"] = parameters
-        for parameter, part in self._parts:
+        if self._shown is None:
+            return
+        of_parts, optimizer.state = optimizer.state, self._shown  # type: ignore[assignment]
+        for parameter, part, before in self._parts:
+            made = of_parts.get(part)
+            if part is parameter:
+                if made is not None:
+                    self._shown[parameter] = made
+                continue
             part.grad = None
-            made = optimizer.state.pop(part, {})
-            kept = optimizer.state[parameter] if made else {}
-            for key, value in made.items():
-                if local_of(kept.get(key)) is value:
-                    continue
+            if made and (len(made) != len(before) or not all(map(is_, made.values(), before))):
+                self._give(parameter, part, made)
+
+    def _give(self, parameter: Any, part: Tensor, made: dict[str, Any]) -> None:
+        """Put what the step has made or replaced into the state of a DTensor."""
+        kept = self._shown[parameter]  # type: ignore[index]
+        for key, value in made.items():
+            if local_of(kept.get(key)) is not value:
                 is_part = type(value) is Tensor and key not in NUMBERS and value.shape == part.shape
                 kept[key] = make_dtensor(value, parameter._spec) if is_part else value
 
@@ -142,7 +164,8 @@ def _on_plain_parts(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(optimizer, *args, **kwargs)
         without_empty, parts = _WithoutEmpty(), _PartsOfDTensors()
         try:
-            without_empty.begin(optimizer)
+            if sharded:
+                without_empty.begin(optimizer)
             if others:
                 parts.begin(optimizer)
             with local_operators(), quick_attributes():
@@ -150,7 +173,8 @@ def _on_plain_parts(step: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             parts.end(optimizer)
             without_empty.end()
-            mark_state(optimizer)
+            if sharded:
+                mark_state(optimizer)
 
     return run
 

@@ -4,7 +4,7 @@ torch.utils.swap_tensors refuses parameters that have weak references, and units
 """
 
 from itertools import count
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,53 @@ from fsdp.shards.info import ShardInfo
 from fsdp.shards.shard_tensor import ShardTensor, make_shard
 
 
+class Clock:
+    """Counts changes that code makes, so that who looks for them compares one number."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> None:
+        """One more change."""
+        self.count += 1
+
+    def forget(self, count: int) -> None:
+        """Those after `count` were the engine's own."""
+        self.count = count
+
+
+shard_changes: Final = Clock()
+"""How often `requires_grad` of a shard was set, or a hook was added to one, in the whole process."""
+
+
 class ShardParameter(ShardTensor, nn.Parameter):
     """This rank's part of a parameter."""
 
     is_parameter = True
+
+    def _set_requires_grad(self, requires_grad: bool) -> None:
+        shard_changes.add()
+        Tensor.requires_grad.__set__(self, requires_grad)  # type: ignore[attr-defined]
+
+    requires_grad = property(Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[attr-defined]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        shard_changes.add()
+        return super().requires_grad_(requires_grad)
+
+    def detach_(self) -> Any:
+        shard_changes.add()
+        return super().detach_()
+
+    def register_hook(self, hook: Any) -> Any:
+        shard_changes.add()
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        shard_changes.add()
+        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @property
     def data(self) -> Tensor:

@@ -116,7 +116,9 @@ class EMA:
 
     def averages(self) -> dict[str, Tensor]:
         """The averages and the copies of buffers under the names of the model's `state_dict()`, as shards that share memory."""
-        return {name: average if shard is None else shard.value(name, average) for name, shard, average in self._places()}
+        return {
+            name: average if shard is None else shard.placement.value(name, average) for name, shard, average in self._places()
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:

@@ -96,7 +96,7 @@ def check_values(operation: str, model: nn.Module, given: Mapping[str, object]) 
             param_shard = param_shards.get(id(tensor))
             shape: Shape = tuple(tensor.shape) if param_shard is None else param_shard.shape
             if param_shard is not None:
-                param_shard.local_part(operation, name, given[name])
+                param_shard.placement.part_of_given(operation, name, given[name], param_shard.parameter)
             else:
                 check_fit(operation, name, given[name], shape, tensor.dtype)
 

@@ -127,7 +127,9 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, object] | No
     if everywhere:
         for key, param_shard in param_shards.items():
             if key in wanted:
-                param_shard.overwrite(param_shard.local_part("load_full_state_dict", "", given[key]))
+                param_shard.overwrite(
+                    param_shard.placement.part_of_given("load_full_state_dict", "", given[key], param_shard.parameter)
+                )
     else:
         for unit in model_view.units:
             for param_range in ranges_of(unit, RANGE_BYTES):

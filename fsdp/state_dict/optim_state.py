@@ -5,7 +5,8 @@ An optimizer's own state dict holds this rank's shards, under the numbers of the
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from typing import Any, TypedDict, TypeGuard
+from functools import partial
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +14,15 @@ from torch import Tensor, nn
 from fsdp.autograd.frames import own_method
 from fsdp.comm.agreement import agree_and_gather
 from fsdp.comm.communicator import Communicator
-from fsdp.comm.joint_gather import broadcast_all, gather_parts
+from fsdp.comm.joint_gather import broadcast_all
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call
-from fsdp.shards.dtensors import local_of
+from fsdp.shards.cut import Shape
 from fsdp.shards.optimizer_state import adopt_state, hook_state
-from fsdp.shards.shard_tensor import ShardTensor, plain
+from fsdp.shards.state_placement import State, StatePlacement, everywhere, has_dimensions, outline_of, placed
 from fsdp.state_dict.fqns import given_by, plain_fqn
 from fsdp.state_dict.model_view import ModelView
-from fsdp.state_dict.optim_placement import PlacementKind, StatePlacement, placement_from_full, placement_of
 from fsdp.state_dict.param_shard import ParamShard
-
-PLAIN = (bool, int, float, str, type(None))
-State = dict[str, dict[str, Any]]
-"""Values by the name of the parameter and the optimizer's own key, such as "exp_avg"."""
 
 
 class FullOptimState(TypedDict, total=False):
@@ -121,59 +117,40 @@ class OptimizerView:
         that have elements.
         """
         state: Mapping[Any, dict[str, Any]] = self.optimizer.state if self._given is None else self._given
-        return {
-            name: {key: self._as_kept(name, key, value) for key, value in state[p].items()}
-            for name, p in self.parameters.items()
-            if self.holds(name) and state.get(p)
-        }
+        kept: State = {name: state[p] for name, p in self.parameters.items() if self.holds(name) and state.get(p)}
+        for name in kept.keys() & self.param_shards.keys():
+            part_of, where = self.param_shards[name].placement.part_of_state, partial(self.where, name)
+            kept[name] = {key: part_of(where(key), value) for key, value in kept[name].items()}
+        return kept
 
-    def _as_kept(self, name: str, key: str, value: Any) -> Any:
-        """A value of the state: this rank's part of it, or a DTensor where the shard is one.
+    def where(self, name: str, key: str) -> str:
+        """The beginning of an error about a value."""
+        return f"{self.operation}: {key!r} of parameter {name!r}"
 
-        Raises:
-            ShardingError: nothing says how the value lies on the ranks.
-        """
-        if not (name in self.param_shards and self.param_shards[name].is_dtensor):
-            return plain(value) if isinstance(value, ShardTensor) else value
-        if _has_dimensions(value) and local_of(value) is None:
-            raise ShardingError(
-                f"{self.operation}: {key!r} of parameter {name!r} is an ordinary tensor of shape {tuple(value.shape)}, and the "
-                "parameter is a DTensor: nothing says of what this is a part. Use an optimizer that keeps DTensors."
-            )
-        return value
+    def placed(self) -> State:
+        """The state of all ranks, with its placement in place of each tensor that has dimensions. Communicates.
 
-    def placements(self) -> tuple[dict[tuple[str, str], StatePlacement], State]:
-        """The placement of every tensor, and all other values, which are equal on every rank. Communicates.
-
-        Tensors without dimensions count as other values. The state of a parameter that is not sharded is this rank's own, and is
-        not compared.
+        Tensors without dimensions are the same on every rank. The state of a parameter that is not sharded is this rank's own,
+        and is not compared.
 
         Raises:
             ShardingError: on every rank, if some state exists on some ranks only or has a type that cannot be saved.
         """
-        by_rank = agree_and_gather(self.comm, self.operation, lambda: _outline_of(self.operation, self.local()))
-        by_rank = [
-            {name: kept for name, kept in state.items() if name in self.param_shards or rank == self.rank}
-            for rank, state in enumerate(by_rank)
-        ]
-        keys = dict.fromkeys((name, key) for state in by_rank for name, kept in state.items() for key in kept)
-        placements: dict[tuple[str, str], StatePlacement] = {}
-        values: State = {}
-        for name, key in sorted(keys):
-            where = f"{self.operation}: {key!r} of parameter {name!r}"
-            there = {rank: state[name][key] for rank, state in enumerate(by_rank) if key in state.get(name, {})}
-            found = next(iter(there.values()))
-            if _has_dimensions(found):
-                shapes = {rank: tuple(one.shape) for rank, one in there.items() if _has_dimensions(one)}
-                absent = [rank for rank, kept in enumerate(by_rank) if key not in kept.get(name, {})]
-                if absent and name in self.param_shards and self.param_shards[name].is_dtensor:
-                    raise ShardingError(f"{where} is missing on ranks {absent}; step every rank alike.")
-                placements[name, key] = placement_of(where, self.param_shards.get(name), shapes, found.dtype)
-            elif any(value != found for value in there.values()):
-                raise ShardingError(f"{where} differs between ranks: {there}; step every rank alike.")
-            else:
-                values.setdefault(name, {})[key] = found
-        return placements, values
+        by_rank = agree_and_gather(self.comm, self.operation, lambda: outline_of(self.operation, self.local(), {}))
+        for rank, state in enumerate(by_rank):
+            if rank != self.rank:
+                by_rank[rank] = {name: kept for name, kept in state.items() if name in self.param_shards}
+        return placed(self.operation, by_rank, {name: one.placement.place_state for name, one in self.param_shards.items()}, {})
+
+    def place_full(self, name: str, key: str, shape: Shape, dtype: torch.dtype) -> StatePlacement:
+        """The placement of a full tensor of `shape`.
+
+        Raises:
+            ShardingError: it has no parts that belong to those of the parameter.
+        """
+        if name not in self.param_shards:
+            return everywhere(shape, dtype)
+        return self.param_shards[name].placement.place_full_state(self.where(name, key), shape, dtype)
 
     def named(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict by name. The given one is by name, or by number with the same groups as this optimizer's.
@@ -238,10 +215,8 @@ class OptimizerView:
         adopt_state(self.optimizer)
 
     def holds(self, name: str) -> bool:
-        """True if this rank has elements of the parameter `name`, and so has state of it, or a DTensor."""
-        if name not in self.param_shards or self.param_shards[name].is_dtensor:
-            return True
-        return self.rank in self.param_shards[name].holders
+        """Whether this rank has state of the parameter `name`."""
+        return name not in self.param_shards or self.param_shards[name].placement.keeps_state
 
 
 @torch.no_grad()
@@ -263,19 +238,14 @@ def full_optim_state_dict(
 
 def gather_optim_state(optimizer_view: OptimizerView, rank0_only: bool, device: torch.device | str) -> FullOptimState:
     """See `full_optim_state_dict`. Communicates."""
-    placements, state = optimizer_view.placements()
-    for (name, key), placement in placements.items():
-        if placement.kind is PlacementKind.PER_RANK:
-            raise ShardingError(
-                f"{optimizer_view.operation}: {key!r} of parameter {name!r} has shape {placement.shape} on each rank, a "
-                "statistic over that rank's part alone, and no full form; fsdp.save keeps it for the same number of ranks."
-            )
     wanted = optimizer_view.world_comm.rank == 0 or not rank0_only
-    local = optimizer_view.local()
-    for (name, key), placement in placements.items():
-        full = _gather(placement, local.get(name, {}).get(key), optimizer_view, name)
-        if wanted:
-            state.setdefault(name, {})[key] = full.to(device, copy=full.device == torch.device(device))
+    local, state = optimizer_view.local(), optimizer_view.placed()
+    for name, kept in state.items():
+        for key, one in kept.items():
+            if isinstance(one, StatePlacement):
+                mine, where = local.get(name, {}).get(key), optimizer_view.where(name, key)
+                full = one.gather(where, mine, optimizer_view.comm, optimizer_view.parameters[name].device)
+                kept[key] = full.to(device, copy=full.device == torch.device(device)) if wanted else None
     ordered = {name: state[name] for names in optimizer_view.groups for name in names if name in state}
     return {"state": ordered, "param_groups": optimizer_view.options()} if wanted else {}
 
@@ -302,10 +272,9 @@ def load_full_optim_state_dict(
         if mine is None:
             return None
         named = optimizer_view.named(mine)
-        outline = _outline_of(optimizer_view.operation, named["state"])
+        outline = outline_of(optimizer_view.operation, named["state"], {})
         for name, key, one in _tensors_in(outline):
-            where = f"{optimizer_view.operation}: {key!r} of parameter {name!r}"
-            placement_from_full(where, optimizer_view.param_shards.get(name), tuple(one.shape), one.dtype)
+            optimizer_view.place_full(name, key, tuple(one.shape), one.dtype)
         return outline, named["param_groups"]
 
     answers = agree_and_gather(optimizer_view.world_comm, optimizer_view.operation, check)
@@ -320,59 +289,18 @@ def load_full_optim_state_dict(
         if optimizer_view.holds(name)
     }
     for name, key, one in _tensors_in(outline):
-        placement = placement_from_full("", optimizer_view.param_shards.get(name), tuple(one.shape), one.dtype)
+        placement = optimizer_view.place_full(name, key, tuple(one.shape), one.dtype)
         full = given[name][key] if given else torch.empty(one.shape, dtype=one.dtype)
         if from_rank_0:
             full = full.detach().to(optimizer_view.parameters[name].device).contiguous()
             broadcast_all([(0, full)], optimizer_view.world_comm, name)
         if optimizer_view.holds(name):
-            local[name][key] = placement.cut(full, optimizer_view.rank)
+            local[name][key] = placement.part_of(full, optimizer_view.rank)
     optimizer_view.install(local, groups)
-
-
-def _outline_of(operation: str, state: Mapping[str, Mapping[str, Any]]) -> State:
-    """`state` with a tensor on the meta device in place of each tensor that has dimensions.
-
-    Raises:
-        ShardingError: a value is neither a tensor nor plain.
-    """
-    found: State = {}
-    for name, kept in state.items():
-        found[name] = {}
-        for key, value in kept.items():
-            if not isinstance(value, (Tensor, *PLAIN)):
-                raise ShardingError(
-                    f"{operation}: {key!r} of parameter {name!r} is a {type(value).__name__}; only tensors and plain "
-                    "values can be kept."
-                )
-            if isinstance(value, Tensor):
-                is_tensor = bool(value.dim())
-                value = torch.empty(value.shape, dtype=value.dtype, device="meta") if is_tensor else value.detach().cpu().clone()
-            found[name][key] = value
-    return found
-
-
-def _has_dimensions(value: object) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and bool(value.dim())
 
 
 def _tensors_in(outline: State) -> Iterator[tuple[str, str, Tensor]]:
     for name, kept in outline.items():
         for key, value in kept.items():
-            if _has_dimensions(value):
+            if has_dimensions(value):
                 yield name, key, value
-
-
-def _gather(placement: StatePlacement, local: Tensor | None, optimizer_view: OptimizerView, name: str) -> Tensor:
-    """Gather one tensor of the state on every rank. Each rank that has elements of it sends them to all others."""
-    if placement.param_shard is None:
-        assert local is not None, "the placement of a parameter that is not sharded is of this rank's state"
-        return local.detach()
-    if placement.kind is PlacementKind.DTENSOR:
-        assert local is not None, "every rank has a part"
-        dtensor: Any = local
-        gathered: Tensor = dtensor.full_tensor()
-        return gathered
-    full = torch.empty(placement.shape, dtype=placement.dtype, device=optimizer_view.parameters[name].device)
-    parts = [(rank, *placement.span(rank)) for rank in placement.param_shard.holders]
-    return gather_parts(full, parts, local, optimizer_view.comm, name)

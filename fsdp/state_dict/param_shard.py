@@ -1,13 +1,12 @@
 """One parameter of a unit, and the shard of it that this rank holds."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from fsdp.params.flat_buffer import FlatBuffer
-from fsdp.params.layout import ShardExtent
 from fsdp.params.placement import Placement
 from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
@@ -35,25 +34,6 @@ class ParamShard(NamedTuple):
         """The shape of the full parameter."""
         return self.placement.shape
 
-    @property
-    def is_dtensor(self) -> bool:
-        """Whether its shards are DTensors, which know where they lie. Every rank has one, perhaps without elements."""
-        return self.placement.replaces_param
-
-    @property
-    def part(self) -> ShardExtent:
-        """The elements that this rank holds."""
-        return self.placement.part
-
-    def part_of(self, rank: int) -> ShardExtent:
-        """The elements that `rank` holds."""
-        return self.flat.layout.part(self.number, rank)
-
-    @property
-    def holders(self) -> range:
-        """The ranks that hold elements of the parameter."""
-        return self.flat.layout.holders(self.number)
-
     def cut(self, full: Tensor) -> Tensor:
         """This rank's part of a full tensor of the parameter's shape: a view."""
         return self.placement.part_of_full(full.detach())
@@ -66,14 +46,6 @@ class ParamShard(NamedTuple):
         else:
             part.copy_(local)
             increment_version(self.parameter)
-
-    def value(self, name: str, local: Tensor) -> Tensor:
-        """See `Placement.value`."""
-        return self.placement.value(name, local)
-
-    def local_part(self, operation: str, name: str, given: Any) -> Tensor:
-        """See `Placement.part_of_given`."""
-        return self.placement.part_of_given(operation, name, given, self.parameter)
 
 
 def param_shards_of(unit: Unit) -> Iterator[ParamShard]:

@@ -93,7 +93,7 @@ class StateHooks(RefuseCopy):
         for slot, param_shard in self._slots[module].items():
             name = prefix + slot
             if name in state_dict:
-                value = param_shard.value(name, param_shard.parameter)
+                value = param_shard.placement.value(name, param_shard.parameter)
                 state_dict[name] = value if call is None else self._in_full(param_shard, value, call)
 
     def _put_dtensors(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
@@ -160,7 +160,7 @@ class StateHooks(RefuseCopy):
         for slot, param_shard in self._slots[module].items():
             given = state_dict.get(prefix + slot)
             if given is not None and not self._summoned:
-                local = param_shard.local_part(self._operation, prefix + slot, given)
+                local = param_shard.placement.part_of_given(self._operation, prefix + slot, given, param_shard.parameter)
                 state_dict[prefix + slot] = param_shard.placement.as_shard(local)
 
 

@@ -49,6 +49,8 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         self.stepped = True
         self.nests = self.looks = False
         """Whether a backward was armed inside a forward, and whether an act was armed that differs there, or is of `UNSEEN`."""
+        self.goes_back = False
+        """Whether an act with a backward was armed."""
         self.late = False
         """Whether something is set or armed that is different from plain torch where gradients are kept."""
 
@@ -97,6 +99,7 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
     def sync(self, on: bool) -> None:
         if on or not self.late:
             self.program.append(Sync(on))
+            self.keeps |= self.goes_back and not self.syncs
             self.syncs = on
 
     @rule(act=acts, block=blocks)
@@ -105,6 +108,7 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         if not is_late and not any(differs(act, moment, self.door, self.size) for moment in self.moments()):
             self.program.append(Do(act, block))
             self.late |= self.is_late(act)
+            self.keeps |= act == BACKWARD and not self.syncs
 
     @rule(moment=st.sampled_from(MOMENTS_OF_HOOKS), act=acts, block=blocks)
     def arm(self, moment: str, act: str, block: int) -> None:
@@ -124,6 +128,7 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         if not known and has_moment(moment, self.door, self.size):
             self.program.append(Arm(moment, act, block))
             self.late |= self.is_late(act)
+            self.goes_back |= act == BACKWARD
 
     @rule()
     def undo(self) -> None:

@@ -104,6 +104,22 @@ FOUND: dict[str, tuple[Program, str, int]] = {
         "torch_fsdp",
         2,
     ),
+    "a forward inside a forward fails, whose pre-hook has replaced p.data": (
+        (
+            *(Do("replace p.data, evaluate, put it back", 1), Arm("in a pre-hook", "replace p.data, evaluate, put it back")),
+            *(Forward(9), Forward(9), Forward(9)),
+        ),
+        "fully_shard",
+        2,
+    ),
+    "a step in a forward in which a gradient was set, which its end refuses": (
+        (
+            *(Forward(9), Backward(9), Step(), Arm("in a pre-hook", "set p.grad to ones")),
+            *(Arm("in a pre-hook", "optimizer.step()"), Forward(9), Backward(9)),
+        ),
+        "FULL_SHARD",
+        2,
+    ),
     "a model in which a module was replaced is copied": (
         (Do("replace a module inside a unit"), Do("deepcopy the model, and evaluate the copy")),
         "FULL_SHARD",

@@ -27,6 +27,8 @@ number; a program of 35 moves has some five of them one after the other in each 
 AT: Final = " / "
 """Between the name of an act that is due and its moment."""
 OF_FAIRSCALE: Final = ("a view and its base", "this instance is in ")
+REFUSED_LATE: Final = {"set p.grad to ones": "was set inside the forward of unit"}
+"""By act, what an error says that refuses it at the end of a forward. What came between has not seen it."""
 OURS: Final = (fsdp.ShardingError, fsdp.IllegalTransition, fsdp.PeerFailed)
 
 
@@ -228,7 +230,7 @@ def judge(program: Program, door: str, size: int, seed: int = 0) -> Verdict:
 def against_plain(program: Program, door: str, ranks: Sequence[Sequence[Seen]], late: bool = False) -> Verdict:
     """`late`: what is due in a post-accumulate hook happens at the end of the backward, when averages are known."""
     verdict = Verdict()
-    happened = tuple((one.raised in ("refused", "accident"), tuple(one.ran), tuple(one.begun)) for one in ranks[0])
+    happened = tuple((one.raised in ("refused", "accident"), tuple(not_refused_late(one)), tuple(one.begun)) for one in ranks[0])
     plain = plain_run(tuple(program), kind_of(door), len(ranks), happened, late)
     for number, move in enumerate(program):
         found, wanted = [seen[number] for seen in ranks], plain[number]
@@ -260,6 +262,12 @@ def against_plain(program: Program, door: str, ranks: Sequence[Sequence[Seen]], 
         if wrong:
             return verdict.with_fault(where + wrong)
     return verdict
+
+
+def not_refused_late(seen: Seen) -> list[str]:
+    """The acts that ended in a move, without those that the end of the forward has refused."""
+    late = [act for act, said in REFUSED_LATE.items() if seen.raised == "refused" and said in seen.text]
+    return [name for name in seen.ran if name.partition(AT)[0] not in late]
 
 
 def is_of_fairscale(door: str, found: Sequence[Seen]) -> bool:

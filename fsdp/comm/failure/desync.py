@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from hashlib import sha256
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol, TypeGuard
 
 from fsdp.comm.failure.pending_call import (
     BETWEEN_STEPS,
@@ -346,6 +346,11 @@ class CallSequence:
         if not silent and wait.rank == min(set(names) - set(wait.absent)):
             wait.tell()
         return True
+
+
+def is_of_backend(failure: BaseException | None) -> TypeGuard[RuntimeError]:
+    """Whether connections of a backend broke, and not the user's program."""
+    return isinstance(failure, RuntimeError) and any(name in str(failure) for name in ("gloo/", "NCCL error"))
 
 
 class WatchedWork:

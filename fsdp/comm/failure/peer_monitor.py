@@ -113,6 +113,8 @@ HOST_SECONDS: Final = "FSDP_HOST_SECONDS"
 CLOSING: Final = 2.0
 """Seconds that are spent on closing connections when a group is destroyed or the process ends."""
 ENDED: Final = "has ended, while this rank waited for it"
+ROUTED: Final = "routed"
+"""The communicator of a group of the user: see routed_group.py."""
 OPENING: Final = "opening"
 """The calls of ranks that are about to connect to each other, as if on a communicator of this name."""
 
@@ -283,7 +285,10 @@ class PeerMonitor:
             return
         self.down = self._publishes
         connections, self.connections = self.connections, {}
+        is_routed = ROUTED in connections
         self._tcp.close(connections)
+        if is_routed:
+            self._tcp.cut()  # the user may hold messages in flight, which keep connections open
 
     def close(self) -> None:
         """Disconnect for good, at the end of the group or process. Waits, because an end would abort a closing thread.

@@ -25,15 +25,27 @@ def default_reserve(device: Device, memory: int) -> int:
 
 
 def assumptions(
-    model: nn.Module, batch: Batch, policy: MixedPrecisionPolicy | None, found: Rehearsal, reserve: int, sums: bool
+    model: nn.Module,
+    batch: Batch,
+    policy: MixedPrecisionPolicy | None,
+    found: Rehearsal,
+    reserve: int,
+    sums: bool,
+    grows: bool | None,
 ) -> Iterator[str]:
-    """Sentences about what the numbers of a plan assume. `found`: any of its rehearsals. `sums`: it had no loss."""
+    """Sentences about what the numbers of a plan assume. `found`: any of its rehearsals. `sums`: it had no loss.
+
+    `grows`: whether ranks that share data have larger micro-batches, else more of them. None: no ranks share data.
+    """
     parameters = _dtypes_of(model)
     state = f", optimizer state {found.optimizer_dtypes}" if found.optimizer_dtypes else ", no optimizer state"
     yield f"Parameters and gradients {parameters}{state}; {_computing(parameters, policy)}."
     if found.optimizer_dtypes and {one.dtype for one in model.parameters() if one.requires_grad} <= _HALF:
         yield "The optimizer rounds its state and every update to 16 bits: this is the model's dtype (params float32 is another)."
     yield f"A micro-batch of {_described(batch)}."
+    if grows is not None:
+        more = "times the rows in a micro-batch" if grows else "times the micro-batches, one after another"
+        yield f"A step of every choice has as much data: ranks that share it by tp take tp {more}."
     if sums:
         yield "The backward begins at the sum of what the model returns: a loss of your own is not counted (loss= in Python)."
     if found.attention:

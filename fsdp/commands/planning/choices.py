@@ -9,13 +9,13 @@ Rule 3: smaller units are compared where a faster choice does not fit.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, starmap
 from typing import Any, Final
 
 from torch import nn
 
 from fsdp.building.auto_units import auto_units
-from fsdp.commands.rehearsal.rehearse import Rehearsal
+from fsdp.commands.rehearsal.rehearse import ALONE, Dimensions, Rehearsal
 from fsdp.config import OffloadPolicy, find_strategy
 from fsdp.errors import ShardingError
 
@@ -73,17 +73,18 @@ class Choice:
     """Whether the activations of every inner unit are recomputed in the backward."""
     offload: bool
     """Whether shards, gradients and optimizer state are in host memory."""
+    dimensions: Dimensions
+    """How many ranks share layers, or experts."""
     options: Mapping[str, Any]
-    """The options of `fsdp.fully_shard`."""
+    """The options of `fsdp.fully_shard`. With other dimensions than data, a DeviceMesh has to be added."""
 
     @property
     def title(self) -> str:
         """The choice in a few words."""
         mesh = "" if self.mesh is None else f" {self.mesh[0]} x {self.mesh[1]}"
         units = f", {ONE if self.units == ONE else f'units {self.units}'}" if self.says_units else ""
-        return (
-            f"{self.strategy}{mesh}{units}{', checkpointed' if self.checkpointing else ''}{', offloaded' if self.offload else ''}"
-        )
+        more = f"{', checkpointed' if self.checkpointing else ''}{', offloaded' if self.offload else ''}"
+        return f"{self.strategy}{mesh}{self.dimensions}{units}{more}"
 
     @property
     def unit_names(self) -> list[str]:
@@ -107,6 +108,22 @@ class Choice:
         return []
 
 
+def make_dimensions(tp: Sequence[int], ep: Sequence[int], world_size: int) -> list[Dimensions]:
+    """Every product of these sizes that fits.
+
+    Raises:
+        ShardingError: a size is not one, or no product fits.
+    """
+    for name, sizes in (("tp", tp), ("ep", ep)):
+        for size in sizes:
+            if not isinstance(size, int) or size < 1 or world_size % size:
+                raise ShardingError(f"plan: {name} is {size!r}; give sizes that divide {world_size} ranks.")
+    found = [one for one in starmap(Dimensions, product(tp, ep)) if world_size % one.ranks == 0]
+    if not found:
+        raise ShardingError(f"plan: no product of tp and ep divides {world_size} ranks; give other sizes.")
+    return found
+
+
 def make_choices(
     strategies: Sequence[str],
     units: Mapping[str, Any],
@@ -114,6 +131,7 @@ def make_choices(
     offload: Sequence[bool],
     world_size: int,
     per_host: int,
+    dimensions: Sequence[Dimensions],
     options: Mapping[str, Any],
 ) -> list[Choice]:
     """Every combination that has a meaning.
@@ -122,13 +140,16 @@ def make_choices(
         ShardingError: there is none, or a strategy is unknown.
     """
     found = []
-    for strategy in strategies:
+    for strategy, shared in product(strategies, dimensions):
         find_strategy(strategy)
+        if strategy == "NO_SHARD" and shared != ALONE:
+            continue
         mesh = None
         if strategy == "HYBRID_SHARD":
-            if world_size <= per_host or world_size % per_host:
+            tp = shared.tp
+            if world_size <= per_host or world_size % per_host or per_host % tp or per_host == tp or shared.ep > 1:
                 continue
-            mesh = (world_size // per_host, per_host)
+            mesh = (world_size // per_host, per_host // tp)
         for name, policy in units.items():
             says_units = len(units) > 1 or policy is None or isinstance(policy, NamedUnits)
             for recomputes, offloads in product(checkpointing, offload):
@@ -140,11 +161,11 @@ def make_choices(
                 if offloads:
                     own["offload_policy"] = own.get("offload_policy") or OffloadPolicy()
                 has_policy = own.get("offload_policy") is not None
-                found.append(Choice(strategy, mesh, name, says_units, recomputes, has_policy, own))
+                found.append(Choice(strategy, mesh, name, says_units, recomputes, has_policy, shared, own))
     if not found:
         raise ShardingError(
-            f"plan: no choice is left for {world_size} ranks, {per_host} on a host; HYBRID_SHARD needs several full hosts, and "
-            "checkpointing needs inner units."
+            f"plan: no choice is left for {world_size} ranks, {per_host} on a host; HYBRID_SHARD needs several full hosts, "
+            "checkpointing needs inner units, NO_SHARD has no other dimension, and experts have no HYBRID_SHARD."
         )
     return found
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp.commands.planning.choices import AUTO, STRATEGIES, UnitsOfClasses
 from fsdp.commands.planning.plan import OPTIMIZERS, plan
 from fsdp.commands.planning.plan_page import check_packages, write_plan
-from fsdp.commands.planning.shapes import SHAPES, Decoder, make_tokens
+from fsdp.commands.planning.shapes import SHAPES, Decoder, make_tokens, parallelize_decoder
 from fsdp.commands.rehearsal.hardware import DEVICES, NETWORKS
 from fsdp.commands.rehearsal.kernels import ATTENTION
 from fsdp.config import MixedPrecisionPolicy
@@ -56,6 +56,13 @@ def add_plan(commands: Any) -> None:
     parser.add_argument("--batch", type=int, help="rows of a micro-batch of tokens (default: 1)")
     parser.add_argument("--length", type=int, help="tokens of a row (default: 2048)")
     parser.add_argument("--micro-batches", type=int, default=1, help="before each step of the optimizer (default: %(default)s)")
+    parser.add_argument("--tp", type=int, nargs="+", default=[1], help="sizes of tensor parallelism to compare (default: 1)")
+    parser.add_argument("--ep", type=int, nargs="+", default=[1], help="sizes of expert parallelism to compare (default: 1)")
+    parser.add_argument(
+        "--parallelize",
+        help="package.module:function of a model and a mesh, which spreads layers over mesh['tp'] and experts over mesh['ep']",
+    )
+    parser.add_argument("--loss-parallel", action="store_true", help="compute the loss under torch's loss_parallel")
     parser.add_argument("--optimizer", default="adamw", choices=[*OPTIMIZERS], help="default: %(default)s")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 and reduce in float32")
     parser.add_argument("--offload", action="store_true", help="compare with an offload policy too, also where others fit")
@@ -104,6 +111,10 @@ def run_plan(given: argparse.Namespace) -> int:
         micro_batches=given.micro_batches,
         offload=[False, True] if given.offload else None,
         max_ranks=given.max_ranks,
+        tp=given.tp,
+        ep=given.ep,
+        parallelize=_parallelize(given),
+        loss_parallel=given.loss_parallel or given.target in SHAPES,
     )
     print(found)
     if given.json is not None:
@@ -134,14 +145,30 @@ def _units(text: str) -> UnitsOfClasses | Literal["auto"]:
     return "auto" if text == AUTO else UnitsOfClasses(frozenset(text.split(",")))
 
 
-def _target(given: argparse.Namespace) -> tuple[Callable[[], nn.Module], Callable[[], Any] | None]:
+def _target(given: argparse.Namespace) -> tuple[Callable[[], nn.Module], Callable[..., Any] | None]:
     """What makes the model, and what makes its inputs if that is known."""
-    tokens = partial(make_tokens, given.batch or 1, given.length or 2048)
+
+    def tokens(shared_by: int) -> Tensor:
+        return make_tokens(shared_by * (given.batch or 1), given.length or 2048)
+
     if given.target in SHAPES:
         return partial(Decoder, SHAPES[given.target]), tokens
     if given.target.endswith(".json"):
-        return _of_transformers(Path(given.target)), lambda: {"input_ids": tokens(), "labels": tokens()}
+        return _of_transformers(Path(given.target)), lambda by: {"input_ids": tokens(by), "labels": tokens(by)}
     return _import(given.target), None
+
+
+def _parallelize(given: argparse.Namespace) -> Callable[[nn.Module, Any], object] | None:
+    """What spreads layers and experts of the target over ranks."""
+    if given.parallelize is not None:
+        return _import(given.parallelize)
+    if max(given.tp) == max(given.ep) == 1:
+        return None
+    if given.target not in SHAPES:
+        raise ShardingError("plan: --tp and --ep need --parallelize package.module:function, of a model and a mesh.")
+    if max(given.ep) > 1:
+        raise ShardingError(f"plan: {given.target} has no experts; leave out --ep.")
+    return parallelize_decoder
 
 
 def _of_transformers(path: Path) -> Callable[[], nn.Module]:
@@ -194,7 +221,7 @@ def _first_line(reason: BaseException) -> str:
     return str(reason).partition("\n")[0][:200]
 
 
-def _import(name: str) -> Callable[[], Any]:
+def _import(name: str) -> Callable[..., Any]:
     """The function of that name.
 
     Raises:
@@ -206,7 +233,7 @@ def _import(name: str) -> Callable[[], Any]:
             f"plan: {name!r} names no function; give package.module:function, a config.json, or one of {', '.join(SHAPES)}."
         )
     try:
-        found: Callable[[], Any] = getattr(importlib.import_module(module), function)
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as reason:
         raise ShardingError(f"plan: {name} cannot be imported ({reason}); give package.module:function.") from reason
     return found

@@ -8,7 +8,7 @@ from typing import Any, Final
 from fsdp.commands.planning.choices import Choice
 from fsdp.commands.rehearsal.hardware import Cluster
 from fsdp.commands.rehearsal.memory import ACTIVATIONS, BUCKETS, OPTIMIZER, UNSHARDED
-from fsdp.commands.rehearsal.rehearse import Rehearsal
+from fsdp.commands.rehearsal.rehearse import ALONE, DATA, REPEATED, TENSOR, Rehearsal
 from fsdp.commands.reporting.formats import size, table
 
 HEADER: Final = ("choice", "fits", "peak", "engine", "activations", "optimizer", "collectives", "received", "step", "exposed")
@@ -98,6 +98,7 @@ class Plan:
             "title": choice.title,
             "strategy": choice.strategy,
             "mesh": choice.mesh,
+            **choice.dimensions._asdict(),
             "units": choice.units,
             "unit_names": choice.unit_names,
             "checkpointing": choice.checkpointing,
@@ -184,6 +185,8 @@ def _recommendation(plan: Plan) -> Iterator[str]:
     if best.choice.unit_names:
         count = len(best.choice.unit_names)
         yield f"Its {count} inner units are chosen by name: give `fully_shard` the options in `plan.best.choice.options`."
+    if best.choice.dimensions != ALONE:
+        yield from _mesh_of(plan, best.choice)
     yield from _price_of_recomputing(plan, best)
     if best.rehearsal.host_held:
         kinds = ", ".join(f"{kind} {size(held)}" for kind, held in best.rehearsal.host_held.items())
@@ -199,6 +202,17 @@ def _recommendation(plan: Plan) -> Iterator[str]:
         assert one.rehearsal is not None
         gain = 1 - one.rehearsal.seconds / best.rehearsal.seconds
         yield f"{one.choice.title} would be {gain:.1%} faster, and needs {size(one.rehearsal.peak - plan.usable)} more memory."
+
+
+def _mesh_of(plan: Plan, choice: Choice) -> Iterator[str]:
+    """The mesh of a choice with several dimensions, and what is sharded over which of them."""
+    sizes = choice.dimensions.sizes(plan.world_size, choice.mesh)
+    names = ", ".join(f'"{name}"' for name in sizes if name != TENSOR)
+    yield f"Its mesh: init_device_mesh(device, {(*sizes.values(),)}, mesh_dim_names={(*sizes,)}), for parallelize(model, mesh)."
+    if choice.dimensions.ep > 1:
+        yield f'Then experts are sharded over mesh["{REPEATED}"], and the model over mesh[{names}]._flatten("{DATA}").'
+    else:
+        yield f"Then the model is sharded over mesh[{names}]."
 
 
 def _price_of_recomputing(plan: Plan, best: Candidate) -> Iterator[str]:

@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from inspect import signature
 from typing import Any, Final
 
 import torch
@@ -12,11 +13,20 @@ from torch import Tensor, nn
 
 from fsdp.building.choose_units import WrapPolicy
 from fsdp.commands.planning.assumptions import assumptions, default_reserve
-from fsdp.commands.planning.choices import AUTO, STRATEGIES, Choice, NamedUnits, UnitsOfClasses, make_choices, other_sizes
+from fsdp.commands.planning.choices import (
+    AUTO,
+    STRATEGIES,
+    Choice,
+    NamedUnits,
+    UnitsOfClasses,
+    make_choices,
+    make_dimensions,
+    other_sizes,
+)
 from fsdp.commands.planning.comparison import Candidate, Fewest, Plan
 from fsdp.commands.rehearsal.hardware import Cluster, Device, Link, find_device, find_network
 from fsdp.commands.rehearsal.kernels import ATTENTION, Attention
-from fsdp.commands.rehearsal.rehearse import Batch, Job, rehearse
+from fsdp.commands.rehearsal.rehearse import ALONE, Batch, Job, rehearse
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import ShardingError
 
@@ -33,7 +43,7 @@ def plan(
     model_or_builder: nn.Module | Callable[[], nn.Module],
     world_size: int,
     *,
-    inputs: Callable[[], object],
+    inputs: Callable[..., object],
     loss: Callable[..., Tensor] | None = None,
     optimizer: str | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = "adamw",
     device: str | Device = "h100",
@@ -50,6 +60,10 @@ def plan(
     mp_policy: MixedPrecisionPolicy | None = None,
     micro_batches: int = 1,
     attention: Attention = "auto",
+    tp: Sequence[int] = (1,),
+    ep: Sequence[int] = (1,),
+    parallelize: Callable[[nn.Module, Any], object] | None = None,
+    loss_parallel: bool = False,
     options: Mapping[str, object] | None = None,
 ) -> Plan:
     """Say what a job needs with each choice of options, and which choice is the fastest that fits. Needs no process group.
@@ -62,7 +76,8 @@ def plan(
         model_or_builder: a function that makes the model, called on the meta device; or a model, which is not changed.
         world_size: the number of ranks, at least 2.
         inputs: a function that makes one micro-batch of a rank, called on the meta device: a tensor, a tuple of arguments, or a
-            dict of keyword arguments of the model.
+            dict of keyword arguments of the model. If it takes a number, it gets how many ranks share a micro-batch, and makes
+            so many times the rows; else these ranks take so many times the micro-batches, one after another.
         loss: from what the model returns to a scalar. Default None: `.loss` of it if it has that, else the sum of it.
         optimizer: "adamw", "adam", "sgd", "adagrad", "rmsprop", or a function of a list of parameters. None: none.
         device: a name of the table in `fsdp/commands/rehearsal/hardware.py`, or a `Device`.
@@ -82,6 +97,13 @@ def plan(
         micro_batches: forwards and backwards before each step of the optimizer.
         attention: which kernel `scaled_dot_product_attention` takes: "auto" (the one that torch chooses on the device), "flash"
             (always a fused one), or "math" (never a fused one).
+        tp: the sizes of tensor parallelism to compare: over how many ranks each layer is spread. These ranks share their data. A
+            step of every choice trains on as much data, see `inputs`.
+        ep: the sizes of expert parallelism to compare: over how many ranks, of those with data of their own, experts are spread.
+        parallelize: a function of a model and a DeviceMesh that applies torch's parallel styles over `mesh["tp"]`, and makes the
+            parameters of experts DTensors over `mesh["ep"]`. Called on the meta device, before the model is sharded over the
+            other dimensions, with a mesh of the dimensions that are not 1.
+        loss_parallel: whether to run forwards and backwards under torch's `loss_parallel` where `tp` is not 1.
         options: other options of `fsdp.fully_shard`, the same for every choice.
 
     Raises:
@@ -93,6 +115,12 @@ def plan(
         raise ShardingError(f"plan: per_host is {per_host!r}; give the number of ranks on one host, at least 1.")
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ShardingError(f"plan: micro_batches is {micro_batches!r}; give a number, at least 1.")
+    shared = make_dimensions(tp, ep, world_size)
+    if (parallelize is None) is any(one != ALONE for one in shared):
+        raise ShardingError(
+            "plan: parallelize belongs to tp and ep; give the sizes to compare, as in tp=[1, 2], and a function of a model and "
+            "a mesh that applies torch's parallel styles."
+        )
     if attention not in ATTENTION:
         raise ShardingError(f"plan: attention is {attention!r}; give one of {', '.join(ATTENTION)}.")
     found = find_device(device) if isinstance(device, str) else device
@@ -101,15 +129,18 @@ def plan(
     template = _on_meta(model_or_builder)
     if params is not None:
         template.to(params)
+    grows = _takes_number(inputs)
     summed: list[None] = []
     job = Job(
         build=lambda: _copy_of(template),
-        batch=lambda: _batch(inputs),
+        batch=lambda: _batch(partial(inputs, 1) if grows else inputs),
         loss=loss or partial(_loss, summed),
         optimizer=_optimizer(optimizer, found.name != "cpu"),
         world_size=world_size,
         cluster=cluster,
         micro_batches=micro_batches,
+        parallelize=parallelize,
+        loss_parallel=loss_parallel,
         attention=attention,
     )
     own = {**(options or {}), **({} if mp_policy is None else {"mp_policy": mp_policy})}
@@ -119,9 +150,15 @@ def plan(
     if limit <= 0:
         raise ShardingError(f"plan: the reserve of {free} bytes leaves nothing of {given} bytes of memory.")
 
+    def job_of(tp: int) -> Job:
+        """The job in which so many ranks share their data, with as much data in a step."""
+        if not grows:
+            return replace(job, micro_batches=micro_batches * tp)
+        return replace(job, batch=lambda: _batch(partial(inputs, tp)))
+
     def compare(policies: Mapping[str, WrapPolicy | None], offloads: Sequence[bool]) -> list[Candidate]:
-        choices = make_choices(strategies, policies, checkpointing, offloads, world_size, per_host, own)
-        return _different([_candidate(job, choice) for choice in choices])
+        choices = make_choices(strategies, policies, checkpointing, offloads, world_size, per_host, shared, own)
+        return _different([_candidate(job_of(choice.dimensions.tp), choice) for choice in choices])
 
     policies: dict[str, WrapPolicy | None] = {**(units or {AUTO: AUTO})}
     for policy in policies.values():
@@ -157,10 +194,16 @@ def plan(
         free,
         tuple(
             assumptions(
-                template, job.batch(), precision, next(one.rehearsal for one in ordered if one.rehearsal), free, bool(summed)
+                template,
+                job.batch(),
+                precision,
+                next(one.rehearsal for one in ordered if one.rehearsal),
+                free,
+                bool(summed),
+                None if max(tp) == 1 else grows,
             )
         ),
-        None if max_ranks is None else _smallest_ranks(job, candidates, limit, max_ranks),
+        None if max_ranks is None else _smallest_ranks(job_of, candidates, limit, max_ranks),
     )
 
 
@@ -177,21 +220,26 @@ def _fits(one: Candidate, limit: int) -> bool:
     return one.rehearsal is not None and one.rehearsal.peak <= limit
 
 
-def _smallest_ranks(job: Job, candidates: Sequence[Candidate], limit: int, most: int) -> Fewest:
+def _smallest_ranks(job_of: Callable[[int], Job], candidates: Sequence[Candidate], limit: int, most: int) -> Fewest:
     """The smallest number of ranks that fits. More ranks never need more memory of each, but for some padding."""
     sharded = [one for one in candidates if one.rehearsal is not None and one.choice.mesh is None]
     if not sharded:
         raise ShardingError("plan: max_ranks needs a strategy that spreads over all ranks, such as FULL_SHARD.")
     choice = min(sharded, key=lambda one: one.rehearsal.peak if one.rehearsal else 0).choice
+    job = job_of(choice.dimensions.tp)
     per_host = job.cluster.per_host
     inside = [2**power for power in range(1, per_host.bit_length()) if 2**power < per_host]
-    sizes = [size for size in (*inside, *range(per_host, most + 1, per_host)) if 2 <= size <= most]
+    sizes = [
+        size
+        for size in (*inside, *range(per_host, most + 1, per_host))
+        if 2 <= size <= most and size % choice.dimensions.ranks == 0
+    ]
     if not sizes:
         raise ShardingError(f"plan: max_ranks is {most!r}; give a number of ranks, at least 2.")
 
     @cache
     def peak(size: int) -> int:
-        return rehearse(replace(job, world_size=size), choice.options, choice.checkpointed()).peak
+        return rehearse(replace(job, world_size=size), choice.options, choice.checkpointed(), choice.dimensions).peak
 
     if peak(sizes[-1]) > limit:
         return Fewest(None, sizes[-1], choice.title, peak(sizes[-1]))
@@ -201,7 +249,7 @@ def _smallest_ranks(job: Job, candidates: Sequence[Candidate], limit: int, most:
 
 def _candidate(job: Job, choice: Choice) -> Candidate:
     try:
-        return Candidate(choice, rehearse(job, choice.options, choice.checkpointed()), "")
+        return Candidate(choice, rehearse(job, choice.options, choice.checkpointed(), choice.dimensions), "")
     except ShardingError as refusal:
         return Candidate(choice, None, str(refusal))
 
@@ -243,6 +291,15 @@ def _copy_of(template: nn.Module) -> nn.Module:
 def _empty_like(tensor: Tensor) -> Tensor:
     empty = torch.empty_like(tensor, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _takes_number(inputs: Callable[..., Any]) -> bool:
+    """Whether a function has a positional argument without a default."""
+    try:
+        known = signature(inputs).parameters.values()
+    except (TypeError, ValueError):  # built-in functions have none
+        return False
+    return any(one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in known)
 
 
 def _batch(inputs: Callable[[], Any]) -> Batch:

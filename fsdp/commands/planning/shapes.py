@@ -1,11 +1,13 @@
 """Built-in shapes of language models, for a first look without a model of one's own."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from fsdp.errors import ShardingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,8 @@ class Block(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.heads, self.key_heads = shape.heads, shape.key_heads
-        keys = shape.width // shape.heads * shape.key_heads
+        self.head, self.queries_of_key = shape.width // shape.heads, shape.heads // shape.key_heads
+        keys = self.head * shape.key_heads
         self.norm, self.second_norm = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
         self.query, self.output = (nn.Linear(shape.width, shape.width, bias=False) for _ in range(2))
         self.key, self.value = (nn.Linear(shape.width, keys, bias=False) for _ in range(2))
@@ -42,15 +44,12 @@ class Block(nn.Module):
         self.down = nn.Linear(shape.hidden, shape.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
         y = self.norm(x)
-        query = self.query(y).view(batch, length, self.heads, -1).transpose(1, 2)
-        key, value = (
-            one(y).view(batch, length, self.key_heads, -1).transpose(1, 2).repeat_interleave(self.heads // self.key_heads, 1)
-            for one in (self.key, self.value)
-        )
+        # (batch, length, heads * head) -> (batch, heads, length, head); tensor parallelism leaves some heads here
+        query, key, value = (one(y).unflatten(-1, (-1, self.head)).transpose(1, 2) for one in (self.query, self.key, self.value))
+        key, value = (one.repeat_interleave(self.queries_of_key, 1) for one in (key, value))
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.output(mixed.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.output(mixed.transpose(1, 2).flatten(2))
         y = self.second_norm(x)
         result: Tensor = x + self.down(functional.silu(self.gate(y)) * self.up(y))
         return result
@@ -61,6 +60,7 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        self.shape = shape
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.blocks))
         self.norm = nn.RMSNorm(shape.width)
@@ -72,6 +72,48 @@ class Decoder(nn.Module):
             x = block(x)
         logits = self.head(self.norm(x[:, :-1]))
         return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def parallelize_decoder(model: nn.Module, mesh: Any) -> None:
+    """Spread every layer of a `Decoder` over mesh["tp"]. Between layers each rank has a part of the sequence.
+
+    Logits stay cut by the vocabulary: the loss needs torch's `loss_parallel`.
+
+    Raises:
+        ShardingError: the heads of the keys cannot be divided among the ranks.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    assert isinstance(model, Decoder)
+    tp = mesh["tp"]
+    if model.shape.key_heads % tp.size():
+        raise ShardingError(
+            f"plan: {tp.size()} ranks do not divide {model.shape.key_heads} heads of keys; give other sizes of tp."
+        )
+    layouts: Any = {"output_layouts": Shard(1), "desired_output_layouts": Replicate()}
+    # a DTensor for the layers after a norm, so that their gradients are summed once
+    complete = PrepareModuleOutput(**layouts, use_local_output=False)
+    for block in model.blocks:
+        for name in ("query", "key", "value", "up", "gate"):
+            parallelize_module(block, tp, {name: ColwiseParallel()})
+        for name in ("output", "down"):
+            parallelize_module(block, tp, {name: RowwiseParallel(output_layouts=Shard(1))})
+        for name in ("norm", "second_norm"):
+            parallelize_module(block, tp, {name: SequenceParallel()})
+            parallelize_module(block, tp, {name: complete})
+    parallelize_module(model.blocks[-1], tp, PrepareModuleOutput(**layouts))
+    ends = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "head": ColwiseParallel(use_local_output=False),
+    }
+    parallelize_module(model, tp, ends)
 
 
 def make_tokens(batch: int, length: int) -> Tensor:

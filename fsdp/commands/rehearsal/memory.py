@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from fsdp.commands.rehearsal.clock import Clock
 from fsdp.commands.rehearsal.hardware import Device
 from fsdp.commands.rehearsal.kernels import attention_flops
-from fsdp.commands.rehearsal.recall import Recall
+from fsdp.commands.rehearsal.recall import Recall, is_collective, opens
 from fsdp.device.storage import MemoryTracker, size_of, storage_key
 from fsdp.shards.shard_tensor import local_operators
 
@@ -125,17 +125,19 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if opens(types):
+            return NotImplemented
         kwargs = kwargs or {}
         result = self._recall.call(func, args, kwargs)
         if func.is_view:
             return result
         given = _tensors_in((args, kwargs))
-        made = [one for one in _tensors_in(result) if one.is_meta]
+        made = [one for one in _tensors_in(result) if one.is_meta and not opens((type(one),))]
         known = {storage_key(one) for one in given}
         fresh = [one for one in made if storage_key(one) not in known]
         if self._offloaded and self._passes_time_on_host(func, given, fresh):
             pass
-        elif fresh or any(one.is_meta for one in given):
+        elif not is_collective(func) and (fresh or any(one.is_meta for one in given)):
             self._clock.compute(_seconds(self._clock.device, func, args, kwargs, result, (*given, *fresh)))
         if fresh and not _in_engine():
             for one in fresh:

@@ -26,6 +26,8 @@ class _Kind(Enum):
     """It returns nothing but new tensors, and changes none."""
     CHANGES_VALUES = auto()
     """It changes the values of arguments, and returns the first one or nothing."""
+    COLLECTIVE = auto()
+    """It is a collective of torch, or waits for one."""
     OTHER = auto()
 
 
@@ -60,6 +62,10 @@ class Recall:
             kind = self._kinds[func] = _kind_of(func)
         if kind is _Kind.OTHER:
             return func(*args, **kwargs)
+        if kind is _Kind.COLLECTIVE:
+            from fsdp.commands.rehearsal.torch_groups import call_collective  # the import takes half a second
+
+            return call_collective(func, args, kwargs)
         try:
             floats = kind is _Kind.MAKES_NEW
             key = (func, _key_of(args, floats), _key_of(tuple(kwargs.items()), floats) if kwargs else ())
@@ -106,10 +112,22 @@ class Recalling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._recall.call(func, args, kwargs or {})
+        return NotImplemented if opens(types) else self._recall.call(func, args, kwargs or {})
+
+
+def opens(types: Any) -> bool:
+    """Whether tensors of these classes call operators of ordinary tensors, which are seen: DTensors, and results to await."""
+    return any([kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types])
+
+
+def is_collective(func: Any) -> bool:
+    """Whether an operator is a collective of torch, or waits for one."""
+    return func.namespace in ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
 def _kind_of(func: Any) -> _Kind:
+    if is_collective(func):
+        return _Kind.COLLECTIVE
     schema = func._schema
     returned, given = schema.returns, schema.arguments
     if any(str(one.type) != "Tensor" for one in returned) or not given:

@@ -8,7 +8,7 @@ Rule 3: time is that of clock.py. An operator takes its operations over the devi
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp.api.wrap import fully_shard, no_sync
+from fsdp.building.builder import stay_on_meta
 from fsdp.comm.simulated import play
 from fsdp.commands.rehearsal.clock import Clock
 from fsdp.commands.rehearsal.hardware import Cluster
@@ -33,8 +34,47 @@ from fsdp.params.unit import Unit
 from fsdp.params.use_outside_forward import to_local
 from fsdp.runtime.registry import engines_in
 
+DATA: Final = "dp"
+REPLICATED: Final = ("dp_replicate", "dp_shard")
+REPEATED, EXPERT, TENSOR = "edp", "ep", "tp"
+"""Names of a mesh's dimensions: the ranks with the same experts, those that share the experts, those that share every layer."""
 WARM_UP: Final = 1
 """Steps before the one that is reported: the first step learns the order of units, by which the next one prefetches."""
+
+
+class Dimensions(NamedTuple):
+    """How many ranks divide a model among them in other ways than by data."""
+
+    tp: int = 1
+    """So many ranks share every layer, and their data."""
+    ep: int = 1
+    """So many ranks, of those with data of their own, share the experts."""
+
+    @property
+    def ranks(self) -> int:
+        """So many ranks have one copy of the model, or a multiple of it."""
+        return self.tp * self.ep
+
+    def __str__(self) -> str:
+        """As " x tp 2": those that are not 1."""
+        return "".join(f" x {name} {size}" for name, size in self._asdict().items() if size > 1)
+
+    def sizes(self, world_size: int, hybrid: tuple[int, int] | None) -> dict[str, int]:
+        """Of a mesh of all ranks, the dimensions. Ranks that share a layer are neighbours, on one host if it has enough.
+
+        `hybrid`: (replicas, shards), for HYBRID_SHARD.
+        """
+        count = world_size // self.tp
+        data = {DATA: count}
+        if hybrid is not None:
+            data = dict(zip(REPLICATED, hybrid, strict=True))
+        elif self.ep > 1:
+            data = {REPEATED: count // self.ep, EXPERT: self.ep}
+        return data if self.tp == 1 else {**data, TENSOR: self.tp}
+
+
+ALONE: Final = Dimensions()
+"""Data alone divides the job."""
 
 
 class Batch(NamedTuple):
@@ -59,6 +99,10 @@ class Job:
     cluster: Cluster
     micro_batches: int = 1
     """Forwards and backwards before each step of the optimizer. All but the last one run under no_sync."""
+    parallelize: Callable[[nn.Module, Any], object] | None = None
+    """Applies torch's parallel styles to a model, over a DeviceMesh of all ranks."""
+    loss_parallel: bool = False
+    """Whether forwards and backwards run under torch's `loss_parallel` where ranks share layers."""
     attention: Attention = "auto"
     """Which kernel a scaled_dot_product_attention takes."""
     recall: Recall = field(default_factory=Recall, compare=False)
@@ -108,7 +152,10 @@ class Rehearsal:
 
 
 def rehearse(
-    job: Job, options: Mapping[str, Any], checkpointed: Callable[[nn.Module], list[nn.Module]] | None = None
+    job: Job,
+    options: Mapping[str, Any],
+    checkpointed: Callable[[nn.Module], list[nn.Module]] | None = None,
+    dimensions: Dimensions = ALONE,
 ) -> Rehearsal:
     """Run the job with these options of `fully_shard`. `checkpointed`: the modules whose activations are recomputed.
 
@@ -119,21 +166,24 @@ def rehearse(
     memory = Memory(clock, job.recall)
     on_host = job.cluster.device.name == "cpu"
     played = RehearsedRank(job.world_size, clock, on_host, memory.note)
-    with play(played), _no_garbage_collection(), kernels_of(on_host, job.attention) as taken:
+    with play(played), _groups(job, dimensions), _no_garbage_collection(), kernels_of(on_host, job.attention) as taken:
         with Recalling(job.recall):
             model = job.build()
+        if dimensions != ALONE:
+            model, options = _parallelized(job, model, options, dimensions)
         for module in checkpointed(model) if checkpointed is not None else ():
             module.__dict__["forward"] = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
-        fully_shard(model, param_init_fn=_keep_values, **options)
+        fully_shard(model, param_init_fn=stay_on_meta, **options)
         (engine,) = engines_in(model, "plan")
         offloaded = [flat.shard for unit in engine.units for flat in unit.flats if flat.home.copies]
         memory.observe(engine.tracker, chain(model.buffers(), _not_sharded(model, engine.units)), offloaded)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = job.optimizer(parameters) if job.optimizer is not None and parameters else None
         sees = SeesAutocast()
+        around = _around(job, dimensions)
         with Recalling(job.recall), sees:
             for _ in range(WARM_UP):
-                _step(job, model, optimizer, memory)
+                _step(job, model, optimizer, memory, around)
         if offloaded:
             played.copy_to_host(last_of_reductions(played.launched))
         played.launched.clear()
@@ -141,7 +191,7 @@ def rehearse(
         taken.clear()
         began, computed, latency = clock.now, clock.computing, clock.latency
         with memory:
-            _step(job, model, optimizer, memory)
+            _step(job, model, optimizer, memory, around)
         return Rehearsal(
             peak=memory.peak,
             held=dict(memory.at_peak),
@@ -162,6 +212,53 @@ def rehearse(
         )
 
 
+def _groups(job: Job, dimensions: Dimensions) -> AbstractContextManager[None]:
+    """The process groups of torch that a job with other dimensions than data needs."""
+    if dimensions == ALONE:
+        return nullcontext()
+    from fsdp.commands.rehearsal.torch_groups import groups_of_torch  # the import takes half a second
+
+    return groups_of_torch(job.cluster.per_host)
+
+
+def _parallelized(
+    job: Job, model: nn.Module, options: Mapping[str, Any], dimensions: Dimensions
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model after `parallelize`, with units of its experts; and the options of the root, with the mesh of its data ranks."""
+    from fsdp.commands.rehearsal.torch_groups import open_mesh
+
+    sizes = dimensions.sizes(job.world_size, options.get("mesh"))
+    mesh = open_mesh(sizes, job.cluster.device.name == "cpu")
+    data = tuple(name for name in sizes if name != TENSOR)
+    root = mesh[data]._flatten(DATA) if dimensions.ep > 1 else mesh[data]
+    assert job.parallelize is not None
+    try:
+        made = job.parallelize(model, mesh)
+    except Exception as reason:
+        raise ShardingError(f"plan: parallelize failed on {mesh} ({type(reason).__name__}: {reason}).") from reason
+    model = made if isinstance(made, nn.Module) else model
+    if dimensions.ep > 1:
+        own = {name: value for name, value in options.items() if name != "auto_wrap_policy"}
+        for module in _experts(model):
+            fully_shard(module, param_init_fn=stay_on_meta, **{**own, "mesh": mesh[REPEATED]})
+    return model, {**options, "mesh": root}
+
+
+def _experts(model: nn.Module) -> list[nn.Module]:
+    """The modules whose own parameters some ranks have alone.
+
+    Raises:
+        ShardingError: there are none.
+    """
+    own = {module: [getattr(one, "device_mesh", None) for one in module.parameters(recurse=False)] for module in model.modules()}
+    found = [one for one, meshes in own.items() if any(mesh is not None and EXPERT in mesh.mesh_dim_names for mesh in meshes)]
+    if not found:
+        raise ShardingError(
+            f'plan: parallelize has spread no parameter over mesh["{EXPERT}"]; give one that does, or leave out ep.'
+        )
+    return found
+
+
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """Collect no garbage: looking through all objects takes a seventh of a plan, and counts must not depend on its moments."""
@@ -174,11 +271,26 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _step(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: Memory) -> None:
+def _around(job: Job, dimensions: Dimensions) -> Callable[[], AbstractContextManager[None]]:
+    """What a forward and a backward run under."""
+    if dimensions.tp == 1 or not job.loss_parallel:
+        return nullcontext
+    from fsdp.commands.rehearsal.torch_groups import loss_parallel
+
+    return loss_parallel
+
+
+def _step(
+    job: Job,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    memory: Memory,
+    around: Callable[[], AbstractContextManager[None]],
+) -> None:
     for number in range(job.micro_batches):
         batch, part = job.batch(), "a forward"
         try:
-            with no_sync(model) if number < job.micro_batches - 1 else nullcontext():
+            with no_sync(model) if number < job.micro_batches - 1 else nullcontext(), around():
                 output = model(*batch.args, **batch.kwargs)
                 part = f"the loss of {type(output).__name__}, which the model returns,"
                 loss = job.loss(output)
@@ -229,7 +341,3 @@ def _dtypes_of(optimizer: torch.optim.Optimizer) -> str:
     """The names of the dtypes of its state, but for counts of steps."""
     values = [one for state in optimizer.state.values() for one in state.values() if isinstance(one, Tensor) and one.ndim]
     return " and ".join(sorted({str(one.dtype).removeprefix("torch.") for one in values}))
-
-
-def _keep_values(module: nn.Module) -> None:
-    """Initialise nothing: there are no values."""

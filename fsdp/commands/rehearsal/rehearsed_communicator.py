@@ -38,6 +38,10 @@ class RehearsedRank(SimulatedRank):
         self.allocated = allocated
         """Called when the engine has allocated memory for a collective."""
         self.launched: list[Collective] = []
+        self.dimensions: dict[tuple[int, ...], str] = {}
+        """The names of a mesh's dimensions, by the ranks that share this rank's other coordinates."""
+        self.in_flight: dict[int, Work] = {}
+        """The collectives of torch that nothing has waited for, by the storage of their result."""
         self._opened: dict[str, RehearsedCommunicator] = {}
         self._copied = ""
         """The kind of collective after which reduced gradients are copied to the host. Empty: they are not."""
@@ -98,6 +102,10 @@ class RehearsedCommunicator(SingleRankCommunicator):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         return self._launch("all_reduce", label, 2 * (self.size - 1) * tensor.nbytes // self.size, tensor.nbytes)
+
+    def all_to_all(self, received: int, label: str) -> Work:
+        """Exchange a part with each rank. `received`: bytes that reach this one."""
+        return self._launch("all_to_all", label, received)
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
         return self._launch("broadcast", label, 0)

@@ -46,7 +46,7 @@ class FlatPart(nn.Parameter):
 
     def __new__(cls, name: str, param_shard: ParamShard) -> "FlatPart":
         """The vector of a sharded parameter with this name."""
-        parameter, part = param_shard.parameter, param_shard.part
+        parameter, part = param_shard.parameter, param_shard.placement.part
         made: FlatPart = torch.Tensor._make_subclass(cls, plain(parameter).reshape(-1), parameter.requires_grad)
         made._parameter, made._fqns, made._shapes = parameter, (name,), (torch.Size(param_shard.shape),)
         here = ShardParamInfo(True, 0, part.numel, part.first, part.first + part.numel - 1)

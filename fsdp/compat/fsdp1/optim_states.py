@@ -16,7 +16,6 @@ from fsdp.compat.fsdp1.states import format_of
 from fsdp.compat.fsdp1.torch_names import OptimStateKeyType, StateDictType
 from fsdp.state_dict.fqns import first_names
 from fsdp.state_dict.model_view import ModelView
-from fsdp.state_dict.optim_placement import placement_from_full
 from fsdp.state_dict.optim_state import OptimizerView, gather_optim_state
 
 
@@ -190,9 +189,8 @@ def _part(view: OptimizerView, name: str, key: str, value: Any) -> Any:
         parameter = view.parameters[name]
         is_like_param = tuple(value.shape) == view.param_shards[name].shape
         return torch.empty(parameter.shape if is_like_param else (0,), dtype=value.dtype, device=parameter.device)
-    where = f"optim_state_dict_to_load: {key!r} of parameter {name!r}"
-    placement = placement_from_full(where, view.param_shards.get(name), tuple(value.shape), value.dtype)
-    return placement.cut(value, view.rank).to(view.parameters[name].device)
+    placement = view.place_full(name, key, tuple(value.shape), value.dtype)
+    return placement.part_of(value, view.rank).to(view.parameters[name].device)
 
 
 def rekey(given: Mapping[str, Any], kind: OptimStateKeyType, model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:

@@ -222,7 +222,7 @@ def _take_vectors(instance: Any, state_dict: dict[str, Any], prefix: str) -> Non
             )
         vector = shards[0].tensor.to(flat.device)
         for param_shard in (ParamShard(flat, number) for number in range(len(flat.param_infos))):
-            part = param_shard.part
+            part = param_shard.placement.part
             names = [name for name, one in names_of(instance).items() if one == param_shard]
             for name in names:
                 state_dict[prefix + name] = vector[part.offset : part.offset + part.numel].view(part.shape)

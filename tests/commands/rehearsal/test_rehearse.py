@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsdp
-from fsdp.comm.simulated import SimulatedCommunicator, current_rank
+from fsdp.comm.simulated import current_rank
 from fsdp.commands.rehearsal.hardware import Cluster, find_device, find_network
 from fsdp.commands.rehearsal.rehearse import WARM_UP, Batch, Job, rehearse
 from tests.commands.rehearsal.models import MODELS, Case
@@ -67,16 +67,6 @@ def trained(case: Case, size: int, options: dict[str, Any], micro_batches: int =
         return fsdp.memory_bytes(model, peak=True), log
 
     return fsdp.simulate(size, train)[0]
-
-
-@pytest.fixture(autouse=True)
-def memory_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulated world reduces in place. Here it says what gloo needs, as a rehearsal on the CPU does."""
-
-    def scratch_bytes(self: SimulatedCommunicator, bucket: torch.Tensor, fixed_order: bool = False) -> int:
-        return bucket.nbytes // (2 if self.size == 2 else 1)
-
-    monkeypatch.setattr(SimulatedCommunicator, "scratch_bytes", scratch_bytes)
 
 
 @pytest.mark.parametrize("size", [2, 8] if EVERYTHING else [4])

@@ -1,0 +1,354 @@
+"""One rank of four, 2 x 2 with tensor parallelism, fails in several ways. Run as a script, it is one rank over gloo.
+
+python -m tests.comm.failure.dimension_programs RANK WORLD_SIZE FOLDER PROGRAM ...
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fsdp
+
+LIMIT: Final = 40
+"""Seconds until a rank prints its stacks and dies."""
+STEPS: Final = 4
+_mark: Final[list[Path]] = []
+"""The file in which a process that fails writes when."""
+
+
+class Mine(Exception):
+    """What one rank's own code raises."""
+
+
+class Told(NamedTuple):
+    """What a rank was told when a step failed."""
+
+    kind: str
+    text: str
+    rank: int | None
+    unit: str | None
+    reason: str
+
+
+def told(error: BaseException) -> Told:
+    if isinstance(error, fsdp.PeerFailed):
+        return Told("PeerFailed", str(error), error.rank, error.unit, error.reason)
+    return Told(type(error).__name__, str(error), None, None, "")
+
+
+_made: list[DeviceMesh] = []
+"""The mesh of this process, for all programs: torch takes equal meshes for one, and uses the groups of the first."""
+
+
+def make_mesh() -> DeviceMesh:
+    return _made[0] if _made else init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+class Net(nn.Sequential):
+    at_end: Callable[[], object] = dict
+    """Called at the end of a forward, when the other ranks of tensor parallelism need this one no more in it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = block(x)
+        self.at_end()
+        return x
+
+
+def plain() -> Net:
+    torch.manual_seed(0)
+    return Net(*(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)) for _ in range(3)))
+
+
+def distribute(mesh: DeviceMesh, parallel: bool = True, **options: Any) -> Net:
+    model = plain()
+    for block in model if parallel else ():
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan, src_data_rank=None)  # type: ignore[arg-type]  # without communication
+    return fsdp.fully_shard(model, mesh=mesh["dp"], auto_wrap_policy={nn.Sequential}, **options)
+
+
+def batch(step: int, coordinate: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + coordinate))
+
+
+def fail(*_: Any) -> None:
+    mark_time()
+    raise Mine("no")
+
+
+def mark_time() -> None:
+    for path in _mark:
+        own = path.with_suffix(f".{dist.get_rank()}")
+        own.write_text(str(time.time()))
+        own.replace(path)  # another rank may read it, or fail too
+
+
+def seconds() -> float:
+    """For how long the failing rank has failed."""
+    return time.time() - float(_mark[0].read_text()) if _mark else 0.0
+
+
+def fail_at_end(model: Net) -> Any:
+    model.at_end = fail  # type: ignore[method-assign]
+    return SimpleNamespace(remove=lambda: model.__dict__.pop("at_end", None))
+
+
+PLACES: Final[dict[str, Callable[[Net], Any]]] = {
+    "a forward": lambda model: model[1].register_forward_pre_hook(fail),
+    "a backward": lambda model: model[2].register_full_backward_pre_hook(fail),
+    "the end of a forward": fail_at_end,
+}
+"""Where a step fails."""
+
+
+class Retried(NamedTuple):
+    """Training in which a step failed and was done again."""
+
+    told: list[Told]
+    seconds: list[float]
+    losses: list[float]
+    weights: list[Tensor]
+
+
+def retried(place: str, failing: int | None, agree: bool = False) -> Retried:
+    """Train. One rank fails in the second step, or all do (None); every rank does it again."""
+    mesh = make_mesh()
+    model = distribute(mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    found = Retried([], [], [], [])
+    for step in range(STEPS):
+        handle = PLACES[place](model) if step == 1 and failing in (dist.get_rank(), None) else None
+        while True:
+            try:
+                loss = model(batch(step, mesh["dp"].get_local_rank())).square().mean()
+                total = loss.detach().clone()
+                dist.all_reduce(total, group=mesh["tp"].get_group())  # the user's own
+                loss.backward()
+                break
+            except (Mine, fsdp.PeerFailed) as error:
+                found.told.append(told(error))
+                found.seconds.append(seconds())
+                if handle is not None:
+                    handle.remove()
+                assert all(p.grad is None for p in model.parameters())
+                if agree:
+                    fsdp.agree_abandoned(model)
+        dist.all_reduce(total, group=mesh["dp"].get_group())
+        found.losses.append(total.item() / 4)
+        optimizer.step()
+        optimizer.zero_grad()
+    found.weights.extend(p.full_tensor().clone() for p in model.parameters())  # type: ignore[attr-defined]
+    return found
+
+
+def alone() -> Retried:
+    """The same training by one process."""
+    model = plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    found = Retried([], [], [], [])
+    for step in range(STEPS):
+        losses = [model(batch(step, coordinate)).square().mean() / 2 for coordinate in range(2)]
+        torch.stack(losses).sum().backward()
+        found.losses.append(float(sum(losses)))
+        optimizer.step()
+        optimizer.zero_grad()
+    found.weights.extend(p.detach().clone() for p in model.parameters())
+    return found
+
+
+def ended(how: Callable[[], None]) -> tuple[Told, float, Told]:
+    """The last rank ends in a forward: what the others are told then, after how long, and when they want to go on."""
+    mesh = make_mesh()
+    model = distribute(mesh)
+
+    def end(*_: Any) -> None:
+        mark_time()
+        how()
+
+    for step in range(3):
+        if step == 1 and dist.get_rank() == 3:
+            model[1].register_forward_pre_hook(end)
+        try:
+            model(batch(step, mesh["dp"].get_local_rank())).square().mean().backward()
+        except fsdp.PeerFailed as error:
+            first, after = told(error), seconds()
+            break
+    try:
+        model(batch(0, 0))
+    except fsdp.WorldError as error:
+        return first, after, told(error)
+    raise AssertionError("went on without a rank")
+
+
+def ended_beside() -> Told:
+    """The last rank ends while its neighbour waits for it in a group that was got before wrapping: what each rank says."""
+    mesh = make_mesh()
+    held = dist.new_group(mesh["tp"].mesh.tolist(), use_local_synchronization=True)
+    model = distribute(mesh)
+
+    def use(*_: Any) -> None:
+        if dist.get_rank() == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1), group=held)
+
+    model[1].register_forward_pre_hook(use)
+    try:
+        model(batch(0, mesh["dp"].get_local_rank()))
+    except RuntimeError as error:
+        found = told(error)
+        return found._replace(text="\n".join([found.text, *getattr(error, "__notes__", ())]))
+    raise AssertionError("went on without a rank")
+
+
+def apart() -> tuple[Told, float, Told]:
+    """One rank fails in the last unit of a backward, which needs no tensor parallelism: what each rank is told, and then."""
+    mesh = make_mesh()
+    model = distribute(mesh)
+    heard: list[tuple[Told, float]] = []
+    handle = model[0][0].weight.register_hook(fail) if dist.get_rank() == 0 else None
+    while len(heard) < 2:
+        try:
+            model(batch(0, mesh["dp"].get_local_rank())).square().mean().backward()
+        except (Mine, fsdp.WorldError) as error:
+            heard.append((told(error), seconds()))
+            if handle is not None:
+                handle.remove()
+    return heard[0][0], heard[0][1], heard[1][0]
+
+
+def stage_fails(place: str, failing: int, micro_batch: int, how: Callable[..., Any] = fail) -> tuple[Told, float]:
+    """A pipeline of two stages, each sharded over two ranks. One rank fails in a micro-batch of the second step."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    index = mesh["pp"].get_local_rank()
+    module = plain()
+    options: dict[str, Any] = {"auto_wrap_policy": {nn.Sequential}, "sharding_strategy": "SHARD_GRADIENTS"}
+    fsdp.fully_shard(module, mesh=mesh["dp"], **options)
+    stage = fsdp.PipelineStage(module, index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    schedule = Schedule1F1B(stage, 4, loss_fn=lambda output, target: (output - target).square().mean())
+    count = 0
+
+    def fail_once(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == micro_batch + 1:
+            how()
+
+    for step in range(3):
+        if step == 1 and dist.get_rank() == failing:
+            register = module[1].register_forward_pre_hook if place == "forward" else module[1].register_full_backward_hook
+            register(fail_once)
+        given = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        try:
+            schedule.step(given) if index == 0 else schedule.step(target=given)
+        except Exception as error:
+            found: BaseException | None = error
+            while found is not None and not isinstance(found, Mine | fsdp.WorldError):
+                found = found.__cause__
+            return told(found or error), seconds()
+    raise AssertionError("nobody was told")
+
+
+STAGES: Final = (("forward", 0, 2), ("forward", 3, 0), ("backward", 0, 3), ("backward", 3, 1))
+"""Where a rank of a stage fails, which one, and in which micro-batch."""
+
+
+def disagrees() -> tuple[Told, float]:
+    """One rank wraps with another option."""
+    mesh = make_mesh()
+    begin = time.monotonic()
+    try:
+        distribute(mesh, sharding_strategy="SHARD_GRAD_OP" if dist.get_rank() == 3 else "FULL_SHARD")
+    except fsdp.ShardingError as error:
+        return told(error), time.monotonic() - begin
+    raise AssertionError("nobody was refused")
+
+
+def leaves_parallel_out() -> tuple[Told, float]:
+    """One rank does not parallelise its modules."""
+    mesh = make_mesh()
+    begin = time.monotonic()
+    try:
+        distribute(mesh, parallel=dist.get_rank() != 3)
+    except (fsdp.ShardingError, fsdp.WorldError) as error:
+        return told(error), time.monotonic() - begin
+    raise AssertionError("nobody was refused")
+
+
+def calls_another() -> tuple[Told, float]:
+    """One rank calls another collective of tensor parallelism than its neighbour."""
+    mesh = make_mesh()
+    model = distribute(mesh)
+    for step in range(3):
+        if step == 2 and dist.get_rank() == 3:
+            model[1].register_forward_pre_hook(lambda *_: dist.barrier(group=mesh["tp"].get_group()))
+        begin = time.monotonic()
+        try:
+            model(batch(step, mesh["dp"].get_local_rank())).square().mean().backward()
+        except RuntimeError as error:
+            return told(error), time.monotonic() - begin
+    raise AssertionError("nobody was told")
+
+
+PROGRAMS: Final[dict[str, Callable[[], Any]]] = {
+    **{f"{place}, rank {rank}": lambda place=place, rank=rank: retried(place, rank) for place in PLACES for rank in (0, 3)},
+    "all fail": lambda: retried("a forward", None),
+    "agreed": lambda: retried("a backward", 3, agree=True),
+    "killed beside": ended_beside,
+    "apart": apart,
+    **{f"stage {stage}": lambda stage=stage: stage_fails(*stage) for stage in STAGES},
+    "stage killed": lambda: stage_fails("forward", 3, 2, lambda: (mark_time(), os.kill(os.getpid(), signal.SIGKILL))),
+    "disagrees": disagrees,
+    "leaves out": leaves_parallel_out,
+    "calls another": calls_another,
+    "killed": lambda: ended(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "ends": lambda: ended(lambda: sys.exit(0)),
+}
+
+
+ENDING: Final = ("killed", "killed beside", "ends", "stage killed")
+"""The programs in which the last rank ends."""
+
+
+def main() -> None:
+    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    torch.set_num_threads(1)
+    os.environ.setdefault("FSDP_RETURN_SECONDS", "10")
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    _made.append(make_mesh())
+    _mark.append(folder / "failed")
+    found = {}
+    for name in sys.argv[4:]:
+        found[name] = PROGRAMS[name]()
+        torch.save(found, folder / f"{rank}.pt")
+    (folder / f"{rank}.done").touch()
+    waits_for = range(size - any(name in found for name in ENDING))
+    end = time.monotonic() + 20
+    while not all((folder / f"{one}.done").exists() for one in waits_for) and time.monotonic() < end:
+        time.sleep(0.05)  # its end is not to be what the others notice
+    if all(name in ("agreed", "all fail", "disagrees") or name.startswith(tuple(PLACES)) for name in found):
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    # not as `__main__`: the test loads what is saved
+    from tests.comm.failure import dimension_programs
+
+    dimension_programs.main()

@@ -1,0 +1,155 @@
+"""One rank fails in a mesh of two dimensions: the ranks of both know who and why within seconds, and do the step again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp
+from tests.comm.failure.dimension_programs import PLACES, STAGES, Retried, Told, alone, retried
+from tests.support.processes import end_all, start_rank
+
+RETRIED = [*(f"{place}, rank {rank}" for place in PLACES for rank in (0, 3)), "agreed", "all fail"]
+UNITS = {"a forward": "1", "a backward": "Net", "the end of a forward": "Net", "agreed": "Net"}
+"""The unit that is named: in a backward, the last one of which the engine has learned something."""
+
+
+def run(folder: Path, *names: str, size: int = 4) -> list[dict[str, Any]]:
+    """What every rank saved before it ended."""
+    program = "tests.comm.failure.dimension_programs"
+    ranks = [start_rank(program, rank, size, folder, *names, output=folder / f"{rank}.txt") for rank in range(size)]
+    try:
+        codes = [one.wait(timeout=60) for one in ranks]
+    finally:
+        end_all(ranks)
+    printed = "\n".join((folder / f"{rank}.txt").read_text() for rank in range(size))
+    assert not any(codes[: size - 1]), printed
+    assert "terminate called" not in printed
+    found = [folder / f"{rank}.pt" for rank in range(size)]
+    return [torch.load(one, weights_only=False) if one.exists() else {} for one in found]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Retried]]:
+    return run(tmp_path_factory.mktemp("dimensions"), *RETRIED)
+
+
+def check_trained(found: Retried, wanted: Retried) -> None:
+    """As one process trains."""
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-6)
+    for mine, theirs in zip(found.weights, wanted.weights, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=1e-6)
+
+
+def check_told(found: list[Retried], culprit: int, unit: str) -> None:
+    """Each rank was told once, of the first cause."""
+    for rank, one in enumerate(found):
+        (told,) = one.told
+        if rank == culprit:
+            assert told.kind == "Mine"
+        else:
+            assert told[0] == "PeerFailed" and told[2:] == (culprit, unit, "Mine: no")
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", [name for name in RETRIED if name != "all fail"])
+def test_all_name_the_one_that_fails_and_do_the_step_again(name: str, ranks: list[dict[str, Retried]]) -> None:
+    found = [one[name] for one in ranks]
+    place, _, culprit = name.partition(", rank ")
+    check_told(found, int(culprit or 3), UNITS[place])
+    assert all(one.seconds[0] < 5 for one in found)
+    wanted = alone()
+    for one in found:
+        check_trained(one, wanted)
+
+
+@pytest.mark.gloo
+def test_a_step_that_fails_on_all_ranks_is_done_again(ranks: list[dict[str, Retried]]) -> None:
+    for one in ranks:
+        assert one["all fail"].told == [Told("Mine", "no", None, None, "")]
+        check_trained(one["all fail"], alone())
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("place", PLACES)
+def test_in_the_simulated_world_too(place: str, seed: int) -> None:
+    culprit = seed % 4
+    found = fsdp.simulate(4, lambda rank: retried(place, culprit), seed=seed)
+    check_told(found, culprit, UNITS[place])
+    wanted = alone()
+    for one in found:
+        check_trained(one, wanted)
+
+
+def test_a_step_that_fails_on_all_simulated_ranks_is_done_again() -> None:
+    for one in fsdp.simulate(4, lambda rank: retried("a forward", None)):
+        assert [told.kind for told in one.told] == ["Mine"]
+        check_trained(one, alone())
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("how", ["killed", "ends"])
+def test_a_rank_that_ends_is_named_by_all_others(how: str, tmp_path: Path) -> None:
+    *others, last = run(tmp_path, how)
+    assert last == {}
+    for one in others:
+        first, seconds, again = one[how]
+        assert (first.kind, first.rank) == ("PeerFailed", 3)
+        assert first.text.startswith("rank 3 has ended, while this rank waited for it")
+        assert seconds < 5
+        assert again.kind == "PeerFailed"
+
+
+@pytest.mark.gloo
+def test_a_rank_that_ends_is_named_where_its_neighbour_meets_an_error_of_the_backend(tmp_path: Path) -> None:
+    """In a group of the user's own, about which no rank knows anything."""
+    first, second, third, _ = (one.get("killed beside") for one in run(tmp_path, "killed beside"))
+    assert third.kind == "RuntimeError" and "gloo/" in third.text
+    assert "\nfsdp: rank 3 has ended" in third.text
+    for told in (first, second):
+        assert (told.kind, told.rank) == ("PeerFailed", 3)
+
+
+@pytest.mark.gloo
+def test_a_rank_of_a_pipeline_that_fails_is_named_on_all_stages(tmp_path: Path) -> None:
+    """Each rank waits for another stage, or for its own, whose gradients are reduced after the last micro-batch."""
+    names = [f"stage {stage}" for stage in STAGES]
+    found = run(tmp_path, *names, "stage killed")
+    for name, (_, culprit, _) in zip(names, STAGES, strict=True):
+        for rank, one in enumerate(found):
+            told, seconds = one[name]
+            wanted = ("Mine", None) if rank == culprit else ("PeerFailed", culprit)
+            assert (told.kind, told.rank) == wanted and seconds < 5
+    for one in found[:3]:
+        told, seconds = one["stage killed"]
+        assert (told.kind, told.rank) == ("PeerFailed", 3) and seconds < 5
+        assert told.text.startswith("rank 3 has ended")
+
+
+@pytest.mark.gloo
+def test_a_rank_that_wraps_otherwise_is_named_by_all(tmp_path: Path) -> None:
+    for one in run(tmp_path, "disagrees", "leaves out"):
+        for name, what in (("disagrees", "reshard_policy=ReshardPolicy.AFTER_BACKWARD"), ("leaves out", "dtensors=False")):
+            told, seconds = one[name]
+            assert told.kind == "ShardingError" and f"but rank 3 has {what}" in told.text
+            assert seconds < 5
+
+
+@pytest.mark.gloo
+def test_ranks_that_call_different_collectives_of_tensor_parallelism_are_named_by_all(tmp_path: Path) -> None:
+    for one in run(tmp_path, "calls another"):
+        told, seconds = one["calls another"]
+        assert told.kind == "WorldError" and "of communicator 'routed'" in told.text
+        assert "rank 3 called barrier('mesh_tp')" in told.text and "allreduce('mesh_tp'), which rank 2 followed" in told.text
+        assert seconds < 5
+
+
+@pytest.mark.gloo
+def test_ranks_that_may_be_a_step_apart_do_not_go_on(tmp_path: Path) -> None:
+    """Those of one coordinate of tensor parallelism have completed a backward that failed on one of another."""
+    for rank, one in enumerate(run(tmp_path, "apart")):
+        first, seconds, again = one["apart"]
+        assert first[0] == ("Mine" if rank == 0 else "PeerFailed") and (rank == 0 or first.rank == 0)
+        assert seconds < 5
+        assert again.kind == "WorldError" and "rank 1 has completed a backward that rank 0 has abandoned" in again.text

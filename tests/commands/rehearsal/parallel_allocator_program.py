@@ -1,0 +1,53 @@
+"""Trains models with torch's parallel styles as rank 0 of a group that sends nothing, and saves peaks of torch's allocator."""
+
+import gc
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fsdp
+from fsdp.commands.rehearsal.rehearse import Dimensions, rehearse
+from tests.commands.rehearsal.allocator_program import allocated
+from tests.commands.rehearsal.parallel_models import PARALLEL, Training, job_of, options_of
+
+SIZE, ROWS = 16, 32
+STRATEGIES = ("SHARD_GRAD_OP", "FULL_SHARD")
+TP = (2, 4)
+NAMES = ("perceptrons", "sequences")
+
+
+def peak_of(name: str, strategy: str, tp: int) -> tuple[int, int]:
+    """Bytes held at most in a third step, and of these the engine's peak over all steps."""
+
+    def train() -> Iterator[int]:
+        case = PARALLEL[name]
+        training = Training(case, SIZE, Dimensions(tp=tp), options_of(case, strategy, SIZE, Dimensions(tp=tp)), ROWS)
+        with case.around():
+            training.step()
+            training.model.zero_grad()
+            gc.collect()
+            yield 0
+            training.step()
+            yield fsdp.memory_bytes(training.model, peak=True)
+
+    (_, peak), engine = allocated(train)
+    return peak.most, engine
+
+
+def main(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=SIZE)
+    # a plan is made beside the groups of a process, which the trainings use afterwards
+    case, dimensions = PARALLEL["perceptrons"], Dimensions(tp=2)
+    rehearsed = rehearse(job_of(case, 4), options_of(case, "FULL_SHARD", 4, dimensions), dimensions=dimensions)
+    found = {(name, strategy, tp): peak_of(name, strategy, tp) for name in NAMES for strategy in STRATEGIES for tp in TP}
+    torch.save((found, rehearsed), folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
