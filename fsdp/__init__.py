@@ -31,6 +31,7 @@ from fsdp.errors import (
     PeerFailed,
     ShardingAssertion,
     ShardingError,
+    StateMismatch,
     WorldError,
 )
 from fsdp.params.use_outside_forward import full_tensor, to_local
@@ -59,6 +60,7 @@ __all__ = [
     "ShardedGradScaler",
     "ShardingAssertion",
     "ShardingError",
+    "StateMismatch",
     "Trace",
     "WorldError",
     "agree_abandoned",

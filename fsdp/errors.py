@@ -13,6 +13,7 @@ __all__ = [
     "PeerFailed",
     "ShardingAssertion",
     "ShardingError",
+    "StateMismatch",
     "WorldError",
 ]
 
@@ -35,6 +36,10 @@ class ShardingAssertion(ShardingError, AssertionError):
 
 class NoMemoryYet(ShardingError, RuntimeError):
     """Parameters of a wrapped module are on the meta device still. A RuntimeError, as in torch's FSDP2."""
+
+
+class StateMismatch(ShardingError, RuntimeError):
+    """A state dict has other names or shapes than the model. A RuntimeError, as from torch's `load_state_dict`."""
 
 
 class InputsExhausted(ShardingError, RuntimeError):

@@ -152,16 +152,16 @@ def choose_dtypes(plan: Sequence[Planned], config: Config, policy: Any) -> None:
 
 
 def check_triggers(plan: Sequence[Planned], config: Config, module: nn.Module) -> None:
-    """Check that the triggers of reductions are trainable parameters of the new units of `module`.
+    """Check that the triggers of reductions are parameters of the new units of `module`.
 
     Raises:
         ShardingError: one of them is not.
     """
-    names = {info.names[0] for one in plan for info in one.param_infos if info.parameter.requires_grad}
+    names = {info.names[0] for one in plan for info in one.param_infos}
     for trigger in config.reduction.triggers:
         if trigger not in names:
             raise ShardingError(
-                f"reduction.triggers: {type(module).__name__} has no trainable parameter {trigger!r}, or it is in a unit already."
+                f"reduction.triggers: {type(module).__name__} has no parameter {trigger!r}, or it is in a unit already."
             )
 
 

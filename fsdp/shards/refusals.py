@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fsdp.autograd.frames import stepping_optimizer
-from fsdp.errors import ShardingError
+from fsdp.errors import ShardingError, StateMismatch
 from fsdp.shards.cut import Shape
 from fsdp.shards.info import ShardInfo
 
@@ -62,14 +62,14 @@ def check_fit(operation: str, name: str, given: object, shape: Shape, dtype: tor
     """Return `given`, which can be loaded into a tensor of `shape` and `dtype` without loss. Errors begin with `operation`.
 
     Raises:
-        ShardingError: `given` is no tensor, or has another shape, or a dtype that holds more than `dtype`.
+        ShardingError: `given` is no tensor, or has another shape (StateMismatch), or a dtype that holds more than `dtype`.
     """
     if not isinstance(given, Tensor):
         raise ShardingError(f"{operation}: {name!r} is {type(given).__name__}, not a tensor.")
     if not allows_dtensor and callable(getattr(given, "full_tensor", None)):
         raise ShardingError(f"{operation}: {name!r} is a {type(given).__name__}: give what its full_tensor() returns.")
     if tuple(given.shape) != shape:
-        raise ShardingError(f"{operation}: {name!r} has shape {tuple(given.shape)}, the model has {shape}.")
+        raise StateMismatch(f"{operation}: {name!r} has shape {tuple(given.shape)}, the model has {shape}.")
     if given.dtype != dtype and (_kind(given.dtype) != _kind(dtype) or torch.promote_types(given.dtype, dtype) != dtype):
         raise ShardingError(
             f"{operation}: {name!r} is {given.dtype}, the model has {dtype}, which would lose some of it; convert it first: "

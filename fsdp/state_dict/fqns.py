@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from fsdp.errors import ShardingError
+from fsdp.errors import ShardingError, StateMismatch
 from fsdp.shards.cut import Shape
 from fsdp.shards.refusals import check_fit
 from fsdp.state_dict.param_shard import param_shards_in
@@ -55,13 +55,13 @@ def check_names(operation: str, wanted: list[str], given: Mapping[str, object], 
     """Check that `given` has the names `wanted` and no others; return the differences. Errors begin with `operation`.
 
     Raises:
-        ShardingError: with `strict`, names are missing or unexpected.
+        StateMismatch: with `strict`, names are missing or unexpected.
     """
     known = set(wanted)
     missing = [name for name in wanted if name not in given]
     unexpected = sorted(name for name in given if name not in known)
     if strict and (missing or unexpected):
-        raise ShardingError(
+        raise StateMismatch(
             f"{operation}: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}; "
             "give the state dict of the same plain module, or strict=False to leave these names out."
         )

@@ -653,7 +653,7 @@ def test_a_policy_that_makes_no_sense_is_refused(text: str) -> None:
 WRONG: dict[str, dict[str, Any]] = {
     "reduction must be a fsdp.ReductionPolicy, not 25": {"reduction": 25},
     "find_unused_parameters needs sharding_strategy='NO_SHARD'": {"reduction": fsdp.ReductionPolicy(find_unused_parameters=True)},
-    "reduction.triggers: .* has no trainable parameter 'nowhere'": {"reduction": fsdp.ReductionPolicy(triggers=("nowhere",))},
+    "reduction.triggers: .* has no parameter 'nowhere'": {"reduction": fsdp.ReductionPolicy(triggers=("nowhere",))},
     "unknown option 'bucket_cap_mb': give reduction=": {"bucket_cap_mb": 25},
     "unknown option 'gradient_as_bucket_view': gradients are always": {"gradient_as_bucket_view": 1},
 }

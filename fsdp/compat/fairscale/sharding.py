@@ -212,7 +212,7 @@ def take_shared(module: nn.Module, dtype: torch.dtype) -> list[SharedParam]:
     """Remove the parameters that belong to other instances from the modules that are in no inner instance."""
     inner = {id(one) for one in instances_in(module)}
     found: dict[int, SharedParam] = {}
-    for owner in modules_within(module, inner):
+    for owner in () if id(module) in inner else modules_within(module, inner):
         for name, parameter in list(owner._parameters.items()):
             if parameter is not None and hasattr(parameter, "_is_sharded"):
                 found.setdefault(id(parameter), SharedParam(parameter, dtype)).slots.append((owner, name))

@@ -23,8 +23,7 @@ def summoned(
     """See `FullyShardedDataParallel.summon_full_params`. Communicates on entry."""
     for one in instances:
         _check(one, writeback, rank0_only, offload_to_cpu, with_grads)
-        if one._unit_ref is not None:
-            take_over(one._unit_ref.engine)
+    _take_over(instances)
     with ExitStack() as stack:
         for one in instances:
             ref = one._unit_ref
@@ -43,6 +42,13 @@ def summoned(
             one.set_summoned(True)
             stack.callback(one.set_summoned, False)
         yield
+        _take_over(instances)  # a full parameter that was put in inside
+
+
+def _take_over(instances: Sequence[Any]) -> None:
+    for one in instances:
+        if one._unit_ref is not None:
+            take_over(one._unit_ref.engine)
 
 
 def _check(instance: Any, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:

@@ -104,6 +104,32 @@ def test_it_trains_as_the_plain_model_does(config: dict[str, Any], world_size: i
             torch.testing.assert_close(state[name], value)
 
 
+AROUND: dict[str, Any] = {
+    "an instance": partial(wrapped),
+    "an instance that is not flat": partial(wrapped, flatten_parameters=False),
+    "a model with a frozen layer": lambda: Net(partial(FullyShardedDataParallel, flatten_parameters=False)),
+}
+
+
+@pytest.mark.parametrize("inside", AROUND)
+def test_what_is_inside_may_be_an_instance_or_partly_frozen(inside: str) -> None:
+    freezes = "frozen" in inside
+
+    def one_rank(rank: int) -> dict[str, Tensor]:
+        model = AROUND[inside]()
+        model.get_submodule("first").requires_grad_(not freezes)
+        model = FullyShardedDataParallel(model, flatten_parameters=not freezes)
+        train(model, [rank], torch.optim.Adam(model.parameters(), lr=0.05), 1)
+        return dict(model.state_dict())
+
+    expected = Net()
+    expected.first.requires_grad_(not freezes)
+    train(expected, range(2), torch.optim.Adam(expected.parameters(), lr=0.05), 0.5)
+    for state in simulate(2, one_rank):
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(state[name], value)
+
+
 def test_names_and_shapes_are_fairscales() -> None:
     """12 and 53 elements over 2 ranks; without flat parameters each one is cut by itself."""
 

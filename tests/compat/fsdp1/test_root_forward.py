@@ -61,6 +61,24 @@ def test_a_parameter_that_replaces_one_gives_it_its_values(use: Callable[[Any], 
         torch.testing.assert_close(loss, alone(torch.ones(2, 4)).sum().detach())
 
 
+@on_ranks(2)
+def test_a_full_parameter_that_is_put_in_inside_summon_full_params_gives_its_values(rank: int) -> None:
+    """FSDP1 drops them in silence. A rank that holds no element of the bias was told of another shape, alone."""
+    model = wrapped()
+    before = model.module[0].bias
+    with FSDP.summon_full_params(model):
+        model.module[0].bias = nn.Parameter(torch.full((4,), 2.0))
+    assert model.module[0].bias is before and bool((model.state_dict()["0.bias"] == 2).all())
+    with FSDP.summon_full_params(model, writeback=False):
+        model.module[0].bias = nn.Parameter(torch.full((4,), 3.0))
+    assert model.module[0].bias is before and bool((model.state_dict()["0.bias"] == 2).all())
+    with (
+        pytest.raises(RuntimeError, match=r"'0.bias' of unit .* is \(4,\), .* replaced by \(5,\)"),
+        FSDP.summon_full_params(model),
+    ):
+        model.module[0].bias = nn.Parameter(torch.ones(5))
+
+
 def test_an_optimizer_that_has_a_parameter_whose_values_were_taken_over_is_refused() -> None:
     """It would train the parameter that is not the model's any more."""
 
