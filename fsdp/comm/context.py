@@ -118,10 +118,14 @@ class CommContext(NamedTuple):
 
     def epoch(self) -> int:
         """A number that increases with every abandoned step of any model on these communicators."""
-        across = 0 if self.across is None else self.across.epoch()
-        beside: tuple[CommContext | Communicator, ...] = (*self.inner, *self.routed)
-        others = sum([one.epoch() for one in beside])
-        return self.shard_comm.epoch() + self.world_comm.epoch() + across + others
+        epoch = self.shard_comm.epoch() + self.world_comm.epoch()
+        if self.across is not None:
+            epoch += self.across.epoch()
+        for context in self.inner:
+            epoch += context.epoch()
+        for comm in self.routed:
+            epoch += comm.epoch()
+        return epoch
 
     def each(self) -> dict[str, Communicator]:
         """Every communicator once, by name."""

@@ -302,7 +302,7 @@ class Bucket:
         Raises:
             ShardingError: a hook returned something that cannot replace the gradient, or has set `grad_dtype`.
         """
-        if self.reduced is None or not self.flat.may_be_hooked():
+        if self.reduced is None:
             return
         flat = self.flat
         # also where this rank holds no element: a hook may take a norm, which is a collective
@@ -323,9 +323,10 @@ class Bucket:
                 view = self._replace_reduced(view, plain(changed))
         flat.refuse_grad_dtypes()
 
-    def put(self, used: Sequence[bool]) -> list[nn.Parameter]:
+    def put(self, used: Sequence[bool], may_be_hooked: bool) -> list[nn.Parameter]:
         """Set `.grad` of the sharded parameters to the reduced gradients, or add to it; return those with post-accumulate hooks.
 
+        `may_be_hooked`: whether some parameter may have a hook of the user.
         A parameter of which this rank holds no element gets a `.grad` without elements: `.grad` exists on all ranks alike.
         """
         hooked: list[int] = []
@@ -335,7 +336,6 @@ class Bucket:
         flat = self.flat
         gradients = self._shard_grads(reduced)
         targets, summands = [], []
-        may_be_hooked = flat.may_be_hooked()
         takes = used if self.expects_accumulated else [*map(and_, used, flat.current_flags())]
         with quick_attributes():
             for i, gradient in zip(flat.local_params, gradients, strict=True):

@@ -72,6 +72,8 @@ class Reducer:
         self._stats = stats
         self.ignores_local_grads = False
         """True if the gradients of this rank are dropped, except those it accumulated earlier (`join`)."""
+        self._may_be_hooked = False
+        """Whether a shard may have a hook of the user. If none has, no code of the user runs in the commits."""
         self.runs_grad_hooks = False
         """Whether hooks of the user on sharded parameters run, before the first commit of a backward."""
         self._order = ReductionOrder(self.buckets, self.of_unit, innermost, units[0].config)
@@ -265,10 +267,13 @@ class Reducer:
         """Put the reduced gradients of a unit into `.grad` of its sharded parameters, or add them. Run hooks before the first."""
         if self._owes_grad_hooks:
             self._owes_grad_hooks = False
-            self._run_grad_hooks()
+            self._may_be_hooked = any([bucket.flat.may_be_hooked() for bucket in self.buckets])
+            if self._may_be_hooked:
+                self._run_grad_hooks()
         for number in self.of_unit[index]:
             if BucketAction.PUT in self._queue.on(number, BucketEvent.COMMIT):
-                self._hooked += [(index, parameter) for parameter in self.buckets[number].put(self._used_params.used(number))]
+                hooked = self.buckets[number].put(self._used_params.used(number), self._may_be_hooked)
+                self._hooked += [(index, parameter) for parameter in hooked]
 
     def _run_grad_hooks(self) -> None:
         """Run the user's hooks on sharded parameters.
@@ -276,8 +281,6 @@ class Reducer:
         Raises:
             ShardingError: a hook changed what other parameters show. No gradient of this backward is there yet.
         """
-        if not any([bucket.flat.may_be_hooked() for bucket in self.buckets]):
-            return
         shown, self.runs_grad_hooks = self._shown_grads(), True
         try:
             with reading_shards():
