@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp.errors import ShardingError
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.shard_tensor import ShardTensor, make_shard
 
@@ -71,6 +72,11 @@ class ShardParameter(ShardTensor, nn.Parameter):
 
     @data.setter
     def data(self, data: Tensor) -> None:
+        if Tensor.numel(data) and not data.untyped_storage().size():
+            raise ShardingError(
+                f"p.data = x of {self.shard_info.describe()}: x has no memory. It was kept from inside a forward (`kept = "
+                "p.data`), where p is an unsharded parameter, whose memory is released afterwards. Keep a copy: p.data.clone()."
+            )
         Tensor.data.__set__(self, data)  # type: ignore[attr-defined]
         owner, place = data.__dict__.get(_PLACE, (None, 0))
         if owner is not self:

@@ -28,6 +28,7 @@ HOOKS = ("in a tensor hook", "in a post-accumulate hook")
 DETACHED = "change a weight through .detach()"
 POST_HOOK = "add a post-accumulate hook"
 ONE_MODULE = "evaluate one module"
+KEEP, PUT_BACK = "replace p.data, keep the old one", "put the kept p.data back"
 acts = st.sampled_from(sorted(ACTS))
 blocks = st.integers(0, 1)
 
@@ -51,6 +52,9 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         """Whether a backward was armed inside a forward, and whether an act was armed that differs there, or is of `UNSEEN`."""
         self.goes_back = False
         """Whether an act with a backward was armed."""
+        self.keeps_unsharded = self.puts_back = False
+        """Whether an act was armed that may keep `.data` of an unsharded parameter, whose memory is released, or that puts kept
+        `.data` back: to read what was kept ends the process, as limits.md says."""
         self.late = False
         """Whether something is set or armed that is different from plain torch where gradients are kept."""
 
@@ -105,6 +109,7 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
     @rule(act=acts, block=blocks)
     def do(self, act: str, block: int) -> None:
         is_late = self.is_late(act) and (self.keeps or not self.syncs)
+        is_late |= self.keeps_unsharded and act == PUT_BACK
         if not is_late and not any(differs(act, moment, self.door, self.size) for moment in self.moments()):
             self.program.append(Do(act, block))
             self.late |= self.is_late(act)
@@ -122,6 +127,7 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         known = known or (self.is_late(act) and (self.keeps or not self.syncs))
         # torch fails to detach a DTensor in inference mode, in which the act may come
         known = known or (self.door == "fully_shard" and act == DETACHED)
+        known = known or (act == PUT_BACK and self.keeps_unsharded) or (act == KEEP and self.puts_back)
         # a forward inside a forward of the same unit fails there
         known = known or (self.door == "fairscale" and act == ONE_MODULE and moment in INSIDE)
         self.nests, self.looks = self.nests or nests, self.looks or looks
@@ -129,6 +135,8 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
             self.program.append(Arm(moment, act, block))
             self.late |= self.is_late(act)
             self.goes_back |= act == BACKWARD
+            self.keeps_unsharded |= act == KEEP
+            self.puts_back |= act == PUT_BACK
 
     @rule()
     def undo(self) -> None:

@@ -263,7 +263,10 @@ ON_ONE_RANK: Final = {
 
 ON_THREE_RANKS: Final = {("set p.grad_dtype", "in a tensor hook", "torch_fsdp")} | {
     (act, moment, door)
-    for act in ("replace p.data", "replace p.data, keep the old one", "put the kept p.data back")
+    for act in (
+        *("replace p.data", "replace p.data, keep the old one", "put the kept p.data back"),
+        "replace p.data, evaluate, put it back",
+    )
     for moment in (*_IN_FORWARDS, "in a recompute")
     for door in ("torch_fsdp", "fairscale")
 }
