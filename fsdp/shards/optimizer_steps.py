@@ -18,6 +18,7 @@ from operator import is_
 from typing import Any, Final
 
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, _foreach_supported_types, register_optimizer_step_pre_hook
 from torch.utils import _foreach_utils
 
@@ -35,9 +36,11 @@ _LOCAL: Final = "_local_tensor"
 class _WithoutEmpty:
     """The groups of an optimizer without the parameters of which this rank holds no element, for one step."""
 
-    __slots__ = ("_changed",)
+    __slots__ = ("_changed", "_left_out")
 
     def __init__(self) -> None:
+        self._left_out: list[Any] = []
+        """Those parameters."""
         self._changed: list[tuple[dict[str, Any], list[Any]]] = []
         """The groups with such parameters, and all their parameters."""
 
@@ -49,8 +52,14 @@ class _WithoutEmpty:
             empty = {kind for kind in set(map(type, parameters)) if issubclass(kind, EmptyShardParameter)}
             here = [p for p in parameters if type(p) not in empty or id(p) in stepped]
             if len(here) < len(parameters):
+                self._left_out += [p for p in parameters if type(p) in empty and id(p) not in stepped]
                 self._changed.append((group, parameters))
                 group["params"] = here
+
+    def count_step(self) -> None:
+        """Count the step as a change of those that have a gradient, as it is one on the ranks that hold an element of them."""
+        with quick_attributes():
+            increment_version([p for p in self._left_out if p.grad is not None])
 
     def end(self) -> None:
         """Put them back. Also after a `begin` that failed."""
@@ -169,7 +178,9 @@ def _on_plain_parts(step: Callable[..., Any]) -> Callable[..., Any]:
             if others:
                 parts.begin(optimizer)
             with local_operators(), quick_attributes():
-                return step(optimizer, *args, **kwargs)
+                result = step(optimizer, *args, **kwargs)
+            without_empty.count_step()
+            return result
         finally:
             parts.end(optimizer)
             without_empty.end()

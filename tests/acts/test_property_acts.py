@@ -5,7 +5,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.acts.machine import LATER, ActsAtAnyMoment, check
-from tests.acts.trial import Arm, Backward, Do, Evaluate, Forward, Program, Step, Sync
+from tests.acts.trial import Arm, Backward, Do, Evaluate, Forward, Program, Step, Sync, Zero
 
 EXAMPLES = 60
 MOVES = 14
@@ -119,6 +119,11 @@ FOUND: dict[str, tuple[Program, str, int]] = {
         ),
         "FULL_SHARD",
         2,
+    ),
+    "a step between a forward and its backward, under no_sync, of a parameter of which a rank holds nothing": (
+        (Forward(9), Backward(9), Step(), Zero(), Sync(False), Do("set p.grad to ones"), Forward(6), Step(), Backward(6)),
+        "FULL_SHARD",
+        3,
     ),
     "a model in which a module was replaced is copied": (
         (Do("replace a module inside a unit"), Do("deepcopy the model, and evaluate the copy")),
