@@ -36,11 +36,9 @@ _LOCAL: Final = "_local_tensor"
 class _WithoutEmpty:
     """The groups of an optimizer without the parameters of which this rank holds no element, for one step."""
 
-    __slots__ = ("_changed", "_left_out")
+    __slots__ = ("_changed",)
 
     def __init__(self) -> None:
-        self._left_out: list[Any] = []
-        """Those parameters."""
         self._changed: list[tuple[dict[str, Any], list[Any]]] = []
         """The groups with such parameters, and all their parameters."""
 
@@ -52,14 +50,10 @@ class _WithoutEmpty:
             empty = {kind for kind in set(map(type, parameters)) if issubclass(kind, EmptyShardParameter)}
             here = [p for p in parameters if type(p) not in empty or id(p) in stepped]
             if len(here) < len(parameters):
-                self._left_out += [p for p in parameters if type(p) in empty and id(p) not in stepped]
+                left_out = [p for p in parameters if type(p) in empty and id(p) not in stepped and p.grad is not None]
+                increment_version(left_out)  # the step is a change on the ranks that hold an element of them
                 self._changed.append((group, parameters))
                 group["params"] = here
-
-    def count_step(self) -> None:
-        """Count the step as a change of those that have a gradient, as it is one on the ranks that hold an element of them."""
-        with quick_attributes():
-            increment_version([p for p in self._left_out if p.grad is not None])
 
     def end(self) -> None:
         """Put them back. Also after a `begin` that failed."""
@@ -178,9 +172,7 @@ def _on_plain_parts(step: Callable[..., Any]) -> Callable[..., Any]:
             if others:
                 parts.begin(optimizer)
             with local_operators(), quick_attributes():
-                result = step(optimizer, *args, **kwargs)
-            without_empty.count_step()
-            return result
+                return step(optimizer, *args, **kwargs)
         finally:
             parts.end(optimizer)
             without_empty.end()
