@@ -105,7 +105,9 @@ def test_each_rank_reads_its_own_rows(tmp_path: Path, monkeypatch: pytest.Monkey
         given = Noted(there)
         result = real(given, piece, tensor)
         if piece is not None and piece.shape:
-            read.append((given.numel, local(tensor).numel(), piece.part.shape[0] if tensor.dim() == 1 else piece.shape[-1]))
+            read.append(
+                (given.numel, local(tensor).numel(), piece.placement.part.shape[0] if tensor.dim() == 1 else piece.shape[-1])
+            )
         return result
 
     monkeypatch.setattr(hf_safetensors, "_read", noted)

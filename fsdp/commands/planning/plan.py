@@ -64,7 +64,7 @@ def plan(
     tp: Sequence[int] = (1,),
     ep: Sequence[int] = (1,),
     pp: Sequence[int] = (1,),
-    parallelize: Callable[[nn.Module, Any], object] | None = None,
+    parallelize: Callable[..., object] | None = None,
     loss_parallel: bool = False,
     stages: Callable[[nn.Module, int, int], nn.Module] | None = None,
     options: Mapping[str, object] | None = None,
