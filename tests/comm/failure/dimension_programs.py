@@ -289,34 +289,31 @@ def leaves_parallel_out() -> tuple[Told, float]:
     raise AssertionError("nobody was refused")
 
 
-def calls_another() -> tuple[Told, float]:
+def told_in_the_third_step(before: Callable[[nn.Module, DeviceMesh], object]) -> tuple[Told, float]:
+    """What a rank is told in a step before which some rank has done something else, and after how long."""
+    mesh = make_mesh()
+    model = distribute(mesh)
+    for step in range(3):
+        begin = time.monotonic()
+        try:
+            if step == 2:
+                before(model, mesh)
+            model(batch(step, mesh["dp"].get_local_rank())).square().mean().backward()
+        except RuntimeError as error:
+            return told(error), time.monotonic() - begin
+    raise AssertionError("nobody was told")
+
+
+def calls_another(model: Any, mesh: DeviceMesh) -> None:
     """One rank calls another collective of tensor parallelism than its neighbour."""
-    mesh = make_mesh()
-    model = distribute(mesh)
-    for step in range(3):
-        if step == 2 and dist.get_rank() == 3:
-            model[1].register_forward_pre_hook(lambda *_: dist.barrier(group=mesh["tp"].get_group()))
-        begin = time.monotonic()
-        try:
-            model(batch(step, mesh["dp"].get_local_rank())).square().mean().backward()
-        except RuntimeError as error:
-            return told(error), time.monotonic() - begin
-    raise AssertionError("nobody was told")
+    if dist.get_rank() == 3:
+        model[1].register_forward_pre_hook(lambda *_: dist.barrier(group=mesh["tp"].get_group()))
 
 
-def crosses() -> tuple[Told, float]:
+def crosses(model: Any, mesh: DeviceMesh) -> None:
     """Ranks 0 and 3 wait for their neighbours of tensor parallelism, which wait for ranks 3 and 0 in a gather."""
-    mesh = make_mesh()
-    model = distribute(mesh)
-    for step in range(3):
-        begin = time.monotonic()
-        try:
-            if step == 2 and dist.get_rank() in (0, 3):
-                dist.all_reduce(torch.ones(1), group=mesh["tp"].get_group())
-            model(batch(step, mesh["dp"].get_local_rank())).square().mean().backward()
-        except RuntimeError as error:
-            return told(error), time.monotonic() - begin
-    raise AssertionError("nobody was told")
+    if dist.get_rank() in (0, 3):
+        dist.all_reduce(torch.ones(1), group=mesh["tp"].get_group())
 
 
 def is_slow() -> list[Told]:
@@ -343,9 +340,9 @@ PROGRAMS: Final[dict[str, Callable[[], Any]]] = {
     "stage killed": lambda: stage_fails("forward", 3, 2, lambda: (mark_time(), os.kill(os.getpid(), signal.SIGKILL))),
     "disagrees": disagrees,
     "leaves out": leaves_parallel_out,
-    "crosses": crosses,
+    "crosses": lambda: told_in_the_third_step(crosses),
     "is slow": is_slow,
-    "calls another": calls_another,
+    "calls another": lambda: told_in_the_third_step(calls_another),
     "killed": lambda: ended(lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "ends": lambda: ended(lambda: sys.exit(0)),
 }
