@@ -182,8 +182,10 @@ def run_rank(rank: int, program: Callable[[], None], folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT))
     if rank:
+        store.wait(["rank 0 has its group"])  # gloo on rank 0 fails to connect where rank 1 has ended before
         program()
     else:
+        store.set("rank 0 has its group", "")
         train_until_told(folder)
 
 
