@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from fsdp.autograd.pytree import modules_within
 from fsdp.building.auto_units import auto_units
-from fsdp.building.torch_policies import Choice, CustomPolicy, Fsdp1Policy, custom_choice, fsdp1_choice
+from fsdp.building.torch_policies import Choice, CustomChoice, CustomPolicy, Fsdp1Policy, fsdp1_choice
 from fsdp.errors import ShardingError
 from fsdp.params.module_tree import IGNORED
 from fsdp.params.param_info import ParamInfo
@@ -88,7 +88,15 @@ def make_plan(
     walk = _Walk(roots, chosen, unit_of, is_wrapper, left_alone, _params_to_ignore(ignored_params))
     for number, root in enumerate(roots):
         walk.visit(root, str(number) if len(roots) > 1 else "", ())
-    return walk.planned()
+    plan = walk.planned()
+    meshes = chosen.meshes if isinstance(chosen, CustomChoice) else {}
+    for one in plan:
+        mesh = meshes.get(id(one.module))
+        if mesh is not None and one.unit is not None:
+            raise ShardingError(f"auto_wrap_policy gives {one.name!r} a mesh, and it was wrapped before: give the mesh there.")
+        for info in one.param_infos:
+            info.mesh = mesh
+    return plan
 
 
 class _Walk:
@@ -364,7 +372,7 @@ def _chooser(policy: Any, root: nn.Module, ignored: Collection[int]) -> Choice:
             )
         return lambda name, module: isinstance(module, members)
     if hasattr(policy, "_run_policy"):
-        return custom_choice(policy, root, ignored)
+        return CustomChoice(policy, root, ignored)
     if isinstance(policy, type):
         raise ShardingError(f"auto_wrap_policy is the class {policy.__name__}; put it in a set: {{{policy.__name__}}}.")
     if callable(policy):
