@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 import fsdp
 from tests.state_dict import test_dimensions as dims
 from tests.state_dict.test_dimensions import batch, build, full, group_here, groups_of, plain, same, trained
+from tests.support.processes import be_a_rank
 
 
 def value(tensor: Tensor) -> Tensor:
@@ -199,3 +201,16 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "full_parameters": check_full_parameters,
     "deepcopy": check_copy,
 }
+
+
+def run(rank: int, size: int, folder: Path) -> list[str]:
+    passed = []
+    for kind in ("tensor parallel", "experts"):
+        for name, check in CHECKS.items():
+            check(kind)
+            passed.append(f"{kind}: {name}")
+    return passed
+
+
+if __name__ == "__main__":
+    be_a_rank(run)
