@@ -73,6 +73,8 @@ class Engine:
         """Whether a backward that begins now reduces its gradients. False under `no_sync`."""
         self.splits_backward = False
         """Whether a pipeline stage computes gradients of inputs and of weights apart. Unsharded parameters have the latter."""
+        self._in_pipeline_step: bool | None = None
+        """Whether a step of a pipeline is going on that can be done again, if it fails, or cannot; None: there is none."""
         self.descendants = tuple(descendants)
         self.streams = streams
         policies = [units[0].config.root_reshard_policy, *(unit.config.reshard_policy for unit in units[1:])]
@@ -143,6 +145,20 @@ class Engine:
     def set_splits_backward(self, splits: bool) -> None:
         """From now on, backwards that begin may compute gradients of inputs alone, or may not."""
         self.splits_backward = splits
+
+    def begin_pipeline_step(self, can_repeat: bool) -> None:
+        """Micro-batches follow whose gradients are kept. Drop those of a step that has not ended, and what it has gathered.
+
+        `can_repeat`: a step that fails will be dropped so, on all ranks.
+        """
+        if self._in_pipeline_step:
+            self._reset_step()
+            self.reducer.forget_kept()
+        self._in_pipeline_step = can_repeat
+
+    def end_pipeline_step(self) -> None:
+        """The gradients of all micro-batches are reduced."""
+        self._in_pipeline_step = None
 
     def set_watcher(self, watcher: PassWatcher | None) -> None:
         """From now on, call `watcher` before each forward of the root, and before and after each backward. None: call nothing."""
@@ -301,7 +317,7 @@ class Engine:
             self._execute(instructions)
             self._stale_params.await_copies()
             self.stats.end_backward(reduces)
-            if reduces or not self.units[0].config.uneven_paths:  # others are not those of all ranks
+            if reduces or not (self._in_pipeline_step or self.units[0].config.uneven_paths):  # others are not those of all ranks
                 self.comms.completed()
             try:
                 self.reducer.run_hooks(self.note)
