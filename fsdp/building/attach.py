@@ -18,7 +18,7 @@ from fsdp.runtime.hooks import EngineHooks
 from fsdp.runtime.refuse_copy import refuse_on_meta
 from fsdp.runtime.registry import UnitRef
 from fsdp.runtime.steps import check_steps
-from fsdp.runtime.uneven.uneven_engine import UnevenEngine
+from fsdp.runtime.uneven.common_path import UnevenEngine
 from fsdp.shards.optimizer_steps import hook_optimizers
 from fsdp.state_dict.state_dict_hooks import StateHooks
 

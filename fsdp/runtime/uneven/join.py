@@ -17,7 +17,7 @@ from fsdp.runtime.uneven.join_base import Joined, JoinRules
 from fsdp.runtime.uneven.join_result import SteppedOptimizers, take_over
 from fsdp.runtime.uneven.join_with_last_batch import EvenJoin
 from fsdp.runtime.uneven.join_without_batch import UnevenJoin
-from fsdp.runtime.uneven.uneven_engine import UnevenEngine
+from fsdp.runtime.uneven.common_path import UnevenEngine
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from fsdp.runtime.uneven.join_base import Joined, JoinRules
-from fsdp.runtime.uneven.uneven_engine import UnevenEngine
+from fsdp.runtime.uneven.common_path import UnevenEngine
 from state_machine.paths import Place
 
 
