@@ -24,7 +24,7 @@ backward.
 import weakref
 from collections.abc import Callable
 
-from fsdp.autograd.node_hooks import BackwardPath
+from fsdp.autograd.visits import BackwardPath
 
 
 class BackwardProgress:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdp.autograd.backward_progress import BackwardProgress
-from fsdp.autograd.node_hooks import BackwardPath, Endpoints, NodePrehook, is_batched, node_behind
+from fsdp.autograd.visits import BackwardPath, Endpoints, NodePrehook, is_batched, node_behind
 from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
 from fsdp.runtime.refuse_copy import RefuseCopy

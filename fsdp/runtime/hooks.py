@@ -1,6 +1,6 @@
 """The torch hooks of every unit, and the events that they turn into.
 
-Hooks on autograd nodes are in node_hooks.py, grad_hooks.py and double_backward.py, and those inside units in side_outputs.py.
+Hooks on autograd nodes are in visits.py, grad_hooks.py and double_backward.py, and those inside units in side_outputs.py.
 """
 
 import sys
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp.autograd.backward_progress import BackwardProgress
 from fsdp.autograd.dynamo import uncompiled
 from fsdp.autograd.frames import graph_is_made, graph_task, in_backward, times_running
-from fsdp.autograd.node_hooks import BackwardPath, ForwardCall, NodePrehook, grad_inputs, node_behind
+from fsdp.autograd.visits import BackwardPath, ForwardCall, NodePrehook, grad_inputs, node_behind
 from fsdp.autograd.pytree import cast_floating, modules_within, tensors_in
 from fsdp.debug.guard import Guard
 from fsdp.device.storage import storage_key
