@@ -229,7 +229,7 @@ class UnitHooks(RefuseCopy, UnitObserver):
                     self._unit.write_back_inplace_of_recompute()
                 else:
                     call.path.add_updates(self._unit.write_back_inplace())
-                    if not call.records and self._engine.is_unsharded(self._index):
+                    if self._engine.is_unsharded(self._index):
                         self._unit.refuse_changed()
                 self._unit.refuse_lost_acts(call.gradients)
                 self._find_outputs(call, output)
