@@ -42,6 +42,107 @@ from fsdp.runtime.registry import UnitRef, engines_in, unit_ref_of
 Module = TypeVar("Module", bound=nn.Module | list[nn.Module])
 
 
+def run_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], unit_ref: UnitRef | None = None) -> Any:
+    """Run the forward of a unit, or of a wrapper around `unit_ref`; abandon the step where torch runs no hook (Ctrl-C)."""
+    try:
+        return module(*args, **kwargs)
+    except Exception:
+        raise  # the hooks have abandoned the step
+    except BaseException as failure:
+        if (sharded := unit_ref or unit_ref_of(module)) is not None:
+            sharded.engine.note(failure)
+            sharded.engine.abandon_step(failure)
+        raise
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    """The forward of a wrapper around `module`. Does not refer to the wrapper, which would then outlive its last user."""
+
+    @wraps(module.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return run_forward(module, args, kwargs)
+
+    return forward
+
+
+@accepts_peer_options
+def fully_shard(
+    module: Module,
+    process_group: ProcessGroup | None = None,
+    *,
+    mesh: Mesh | None = None,
+    auto_wrap_policy: WrapPolicy | None = None,
+    sharding_strategy: str | Enum | None = "FULL_SHARD",
+    reshard_after_forward: bool | None = None,
+    mp_policy: PrecisionFields | None = None,
+    sync_module_states: bool = False,
+    param_init_fn: Callable[[nn.Module], object] | None = None,
+    ignored_modules: Collection[nn.Module] | None = None,
+    ignored_params: Collection[nn.Parameter] | None = None,
+    prefetch: int = 1,
+    guard: bool | None = None,
+    reduction: ReductionPolicy | None = None,
+    broadcast_buffers: bool = False,
+    aligned: bool = True,
+    plain_shards: bool = False,
+    dtensors: bool = False,
+    shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
+    uneven_paths: bool = False,
+    offload_policy: object = None,
+) -> Module:
+    """Shard `module` in place and return it. Its class, its name and the names of its parameters stay.
+
+    A list of modules becomes one unit, whose parameters are gathered together for the forward of each module in it. Afterwards
+    the parameters are shards: the same Parameter objects, with this rank's part as data. The arguments are those of
+    `FullyShardedDataParallel`, which documents each. Communicates: every rank must call it alike.
+
+    Raises:
+        ShardingError: an argument, the module or the ranks are refused. Nothing was sharded, on any rank.
+    """
+    modules: Sequence[nn.Module] = module if isinstance(module, list) else [module]
+    ranks = process_group, mesh, find_strategy(sharding_strategy).mesh_kind
+    comms = open_comms(*ranks)
+    given = [p for one in modules if isinstance(one, nn.Module) for p in one.parameters()]
+    comms = open_across(mesh, comms, ranks_around(mesh, given))
+
+    def prepare() -> tuple[Config, list[Planned]]:
+        if not modules or not all(isinstance(one, nn.Module) for one in modules):
+            raise ShardingError(f"fully_shard takes an nn.Module or a list of them, not {type(module).__name__}.")
+        config = make_config(
+            sharding_strategy=sharding_strategy,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=precision_of(mp_policy, modules[0], auto_wrap_policy is not None),
+            prefetch=prefetch,
+            sync_module_states=sync_module_states,
+            guard=guard,
+            reduction=reduction,
+            broadcast_buffers=broadcast_buffers,
+            aligned=aligned,
+            plain_shards=plain_shards,
+            dtensors=dtensors,
+            uneven_paths=uneven_paths,
+            offload=offload_of(offload_policy),
+        )
+        plan = _plan(modules, auto_wrap_policy, ignored_modules, ignored_params)
+        config = with_dtensors(config, plan)
+        _check_plan(plan, comms, config, modules[0])
+        choose_shard_dims(plan, config, mesh, shard_placement_fn)
+        choose_dtypes(plan, config, mp_policy)
+        check_initialisation(plan, param_init_fn)
+        return config, plan
+
+    config, plan = agree(comms.joint, prepare)
+    around = groups_around(mesh, given)
+    intercept_engine_calls(translate_shards)
+    dtensor_mesh = open_mesh(process_group, mesh, device_of(plan)) if config.dtensors else None
+    comms = open_comms(*ranks, config.reduction.streams)._replace(across=comms.across)
+    for group in around:
+        comms = open_routed(group, comms)[1]
+    with torch.inference_mode(False):  # the shards can be trained, also if the module is wrapped in inference mode
+        build(plan, config, comms, param_init_fn, (*(ignored_modules or ()), *(ignored_params or ())), dtensor_mesh)
+    return module
+
+
 class FullyShardedDataParallel(nn.Module):
     """Shard the parameters, gradients and optimizer state of a module over the ranks of a group, and wrap the module.
 
@@ -246,107 +347,6 @@ class FullyShardedDataParallel(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See `fsdp.clip_grad_norm_`."""
         return clip_and_scale.clip_grad_norm_(self, max_norm, norm_type)
-
-
-def run_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], unit_ref: UnitRef | None = None) -> Any:
-    """Run the forward of a unit, or of a wrapper around `unit_ref`; abandon the step where torch runs no hook (Ctrl-C)."""
-    try:
-        return module(*args, **kwargs)
-    except Exception:
-        raise  # the hooks have abandoned the step
-    except BaseException as failure:
-        if (sharded := unit_ref or unit_ref_of(module)) is not None:
-            sharded.engine.note(failure)
-            sharded.engine.abandon_step(failure)
-        raise
-
-
-def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """The forward of a wrapper around `module`. Does not refer to the wrapper, which would then outlive its last user."""
-
-    @wraps(module.forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return run_forward(module, args, kwargs)
-
-    return forward
-
-
-@accepts_peer_options
-def fully_shard(
-    module: Module,
-    process_group: ProcessGroup | None = None,
-    *,
-    mesh: Mesh | None = None,
-    auto_wrap_policy: WrapPolicy | None = None,
-    sharding_strategy: str | Enum | None = "FULL_SHARD",
-    reshard_after_forward: bool | None = None,
-    mp_policy: PrecisionFields | None = None,
-    sync_module_states: bool = False,
-    param_init_fn: Callable[[nn.Module], object] | None = None,
-    ignored_modules: Collection[nn.Module] | None = None,
-    ignored_params: Collection[nn.Parameter] | None = None,
-    prefetch: int = 1,
-    guard: bool | None = None,
-    reduction: ReductionPolicy | None = None,
-    broadcast_buffers: bool = False,
-    aligned: bool = True,
-    plain_shards: bool = False,
-    dtensors: bool = False,
-    shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
-    uneven_paths: bool = False,
-    offload_policy: object = None,
-) -> Module:
-    """Shard `module` in place and return it. Its class, its name and the names of its parameters stay.
-
-    A list of modules becomes one unit, whose parameters are gathered together for the forward of each module in it. Afterwards
-    the parameters are shards: the same Parameter objects, with this rank's part as data. The arguments are those of
-    `FullyShardedDataParallel`, which documents each. Communicates: every rank must call it alike.
-
-    Raises:
-        ShardingError: an argument, the module or the ranks are refused. Nothing was sharded, on any rank.
-    """
-    modules: Sequence[nn.Module] = module if isinstance(module, list) else [module]
-    ranks = process_group, mesh, find_strategy(sharding_strategy).mesh_kind
-    comms = open_comms(*ranks)
-    given = [p for one in modules if isinstance(one, nn.Module) for p in one.parameters()]
-    comms = open_across(mesh, comms, ranks_around(mesh, given))
-
-    def prepare() -> tuple[Config, list[Planned]]:
-        if not modules or not all(isinstance(one, nn.Module) for one in modules):
-            raise ShardingError(f"fully_shard takes an nn.Module or a list of them, not {type(module).__name__}.")
-        config = make_config(
-            sharding_strategy=sharding_strategy,
-            reshard_after_forward=reshard_after_forward,
-            mp_policy=precision_of(mp_policy, modules[0], auto_wrap_policy is not None),
-            prefetch=prefetch,
-            sync_module_states=sync_module_states,
-            guard=guard,
-            reduction=reduction,
-            broadcast_buffers=broadcast_buffers,
-            aligned=aligned,
-            plain_shards=plain_shards,
-            dtensors=dtensors,
-            uneven_paths=uneven_paths,
-            offload=offload_of(offload_policy),
-        )
-        plan = _plan(modules, auto_wrap_policy, ignored_modules, ignored_params)
-        config = with_dtensors(config, plan)
-        _check_plan(plan, comms, config, modules[0])
-        choose_shard_dims(plan, config, mesh, shard_placement_fn)
-        choose_dtypes(plan, config, mp_policy)
-        check_initialisation(plan, param_init_fn)
-        return config, plan
-
-    config, plan = agree(comms.joint, prepare)
-    around = groups_around(mesh, given)
-    intercept_engine_calls(translate_shards)
-    dtensor_mesh = open_mesh(process_group, mesh, device_of(plan)) if config.dtensors else None
-    comms = open_comms(*ranks, config.reduction.streams)._replace(across=comms.across)
-    for group in around:
-        comms = open_routed(group, comms)[1]
-    with torch.inference_mode(False):  # the shards can be trained, also if the module is wrapped in inference mode
-        build(plan, config, comms, param_init_fn, (*(ignored_modules or ()), *(ignored_params or ())), dtensor_mesh)
-    return module
 
 
 def _plan(modules: Sequence[nn.Module], policy: Any, ignored: Any, ignored_params: Any) -> list[Planned]:
