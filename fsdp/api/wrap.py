@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from enum import Enum
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import UnitRef, engines_in, unit_ref_of
 
+P = ParamSpec("P")
 Module = TypeVar("Module", bound=nn.Module | list[nn.Module])
 
 
@@ -143,6 +144,19 @@ def fully_shard(
     return module
 
 
+def _takes_arguments_of(function: Callable[P, object]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Show the arguments of `function` as those of a method, which gives them on."""
+
+    def decorate(method: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        of_function = inspect.signature(function)
+        parameters = [own, *of_function.parameters.values()]
+        method.__signature__ = of_function.replace(parameters=parameters, return_annotation=None)  # type: ignore[attr-defined]
+        return method
+
+    return decorate
+
+
 class FullyShardedDataParallel(nn.Module):
     """Shard the parameters, gradients and optimizer state of a module over the ranks of a group, and wrap the module.
 
@@ -226,58 +240,12 @@ class FullyShardedDataParallel(nn.Module):
         ShardingError: an argument, the module or the ranks are refused. Nothing was sharded, on any rank.
     """
 
-    @accepts_peer_options
-    def __init__(
-        self,
-        module: nn.Module,
-        process_group: ProcessGroup | None = None,
-        *,
-        mesh: Mesh | None = None,
-        auto_wrap_policy: WrapPolicy | None = None,
-        sharding_strategy: str | Enum | None = "FULL_SHARD",
-        reshard_after_forward: bool | None = None,
-        mp_policy: PrecisionFields | None = None,
-        sync_module_states: bool = False,
-        param_init_fn: Callable[[nn.Module], object] | None = None,
-        ignored_modules: Collection[nn.Module] | None = None,
-        ignored_params: Collection[nn.Parameter] | None = None,
-        prefetch: int = 1,
-        guard: bool | None = None,
-        reduction: ReductionPolicy | None = None,
-        broadcast_buffers: bool = False,
-        aligned: bool = True,
-        plain_shards: bool = False,
-        dtensors: bool = False,
-        shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
-        uneven_paths: bool = False,
-        offload_policy: object = None,
-    ) -> None:
+    @_takes_arguments_of(fully_shard)  # type: ignore[arg-type]  # which is generic in the module
+    def __init__(self, module: nn.Module, *args: Any, **options: Any) -> None:
         super().__init__()
         if isinstance(module, list):
             raise ShardingError("FullyShardedDataParallel wraps one module; give a list of modules to fully_shard.")
-        fully_shard(
-            module,
-            process_group,
-            mesh=mesh,
-            auto_wrap_policy=auto_wrap_policy,
-            sharding_strategy=sharding_strategy,
-            reshard_after_forward=reshard_after_forward,
-            mp_policy=mp_policy,
-            sync_module_states=sync_module_states,
-            param_init_fn=param_init_fn,
-            ignored_modules=ignored_modules,
-            ignored_params=ignored_params,
-            prefetch=prefetch,
-            guard=guard,
-            reduction=reduction,
-            broadcast_buffers=broadcast_buffers,
-            aligned=aligned,
-            plain_shards=plain_shards,
-            dtensors=dtensors,
-            shard_placement_fn=shard_placement_fn,
-            uneven_paths=uneven_paths,
-            offload_policy=offload_policy,
-        )
+        fully_shard(module, *args, **options)
         self.module = module
         refuse_other_engines(self)
         if type(self).forward is FullyShardedDataParallel.forward:
