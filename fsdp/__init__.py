@@ -35,8 +35,8 @@ from fsdp.errors import (
     WorldError,
 )
 from fsdp.params.use_outside_forward import full_tensor, to_local
+from fsdp.runtime.uneven.common_path import empty_backward, meet
 from fsdp.runtime.uneven.join import join
-from fsdp.runtime.uneven.uneven_engine import empty_backward, meet
 from fsdp.state_dict.ema import EMA
 from fsdp.state_dict.full_state import full_state_dict, iter_full_params, load_full_state_dict
 from fsdp.state_dict.optim_state import full_optim_state_dict, load_full_optim_state_dict

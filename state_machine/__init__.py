@@ -50,16 +50,17 @@ What always holds between them. "At rest" is: between two events that were execu
 - STEP_ABANDONED is allowed in every state of a Lifecycle and of the backward. After it every unit is IDLE and SHARDED, nothing is
   in flight, and only what earlier backwards accumulated under `no_sync` is left.
 
-What has no table yet: the path of autograd through a unit (fsdp/autograd), one call of a unit (fsdp/runtime/hooks.py), the
-order of prefetch (fsdp/runtime/prefetch.py) and what is known of the peers (fsdp/comm/failure). Read table.py first, then
-root.py.
+What has no table: the path of autograd through a unit and one call of a unit (fsdp/autograd/visits.py), the order of prefetch
+(fsdp/runtime/prefetch.py) and what is known of the peers (fsdp/comm/failure). Read table.py first, then root.py. What drives
+the machines is in fsdp/runtime/passes.py.
 """
 
 from state_machine.lifecycle import IllegalTransition, Lifecycle
+from state_machine.machine import Step
 from state_machine.residency import Effect, Request, Residency, ResidencyState
 from state_machine.root import Instruction, Root
 from state_machine.staleness import CopyAction, CopyEvent, CopyState
-from state_machine.table import TABLES, BackwardEvent, BackwardState, ReshardPolicy, Step
+from state_machine.table import TABLES, BackwardEvent, BackwardState, ReshardPolicy
 from state_machine.vocabulary import Action, Event, State
 
 __all__ = [

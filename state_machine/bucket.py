@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from enum import auto
 from typing import Final, NamedTuple
 
+from state_machine.machine import Step
 from state_machine.vocabulary import MachineEnum
 
 
@@ -127,13 +128,7 @@ class BucketAction(MachineEnum):
     """Drop its gradients, reduced or not."""
 
 
-class BucketStep(NamedTuple):
-    """The state after an event, and the actions of the reducer, in order."""
-
-    to: BucketState
-    actions: tuple[BucketAction, ...] = ()
-
-
+BucketStep = Step[BucketState, BucketAction]
 BucketTable = Mapping[BucketState, Mapping[BucketEvent, BucketStep]]
 
 
@@ -152,7 +147,7 @@ class BucketKind(MachineEnum):
     """Launched when the backward is over (`at_end`)."""
 
 
-_S, _E, _A, _Step = BucketState, BucketEvent, BucketAction, BucketStep
+_S, _E, _A, _Step = BucketState, BucketEvent, BucketAction, Step
 
 ORDINARY: Final[BucketTable] = {
     _S.EMPTY: {

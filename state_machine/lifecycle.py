@@ -3,6 +3,7 @@
 from collections import deque
 from typing import Final
 
+from state_machine.machine import Machine
 from state_machine.table import TABLES, ReshardPolicy
 from state_machine.vocabulary import Action, Event, State
 
@@ -56,19 +57,14 @@ class IllegalTransition(RuntimeError):
         )
 
 
-class Lifecycle:
-    """The lifecycle of one unit.
+class Lifecycle(Machine[State, Event, Action]):
+    """The lifecycle of one unit. It keeps its last events."""
 
-    Invariant: `state` changes only in `on`, which either changes it or raises.
-    """
-
-    __slots__ = ("_state", "_story", "_table", "reshard_policy", "unit")
+    __slots__ = ("reshard_policy",)
 
     def __init__(self, unit: str, reshard_policy: ReshardPolicy) -> None:
-        self.unit = unit
-        self.set_reshard_policy(reshard_policy)
-        self._state = State.IDLE
-        self._story: deque[Event] = deque(maxlen=STORY_LENGTH)
+        self.reshard_policy = reshard_policy
+        super().__init__(unit, TABLES[reshard_policy], State.IDLE, kept=STORY_LENGTH)
 
     def set_reshard_policy(self, policy: ReshardPolicy) -> None:
         """From now on, follow the table of `policy`. All tables have the same states."""
@@ -76,33 +72,13 @@ class Lifecycle:
         self._table = TABLES[policy]
 
     @property
-    def state(self) -> State:
-        return self._state
-
-    @property
     def story(self) -> tuple[Event, ...]:
         """The last events, oldest first."""
         return tuple(self._story)
-
-    @property
-    def story_length(self) -> int:
-        """The number of events that a story keeps."""
-        return STORY_LENGTH
 
     def keep_story_in(self, story: deque[Event]) -> None:
         """From now on, append events to `story`, which has the last events already. A recorder gives one that keeps the time."""
         self._story = story
 
-    def on(self, event: Event) -> tuple[Action, ...]:
-        """Change the state by the table and return the actions of the engine, in order.
-
-        Raises:
-            IllegalTransition: the table has no row for `event` in the current state.
-        """
-        row = self._table[self._state]
-        step = row.get(event)
-        if step is None:
-            raise IllegalTransition(self.unit, self._state, event, tuple(row), tuple(self._story))
-        self._state = step.to
-        self._story.append(event)
-        return step.actions
+    def _refusal(self, event: Event) -> IllegalTransition:
+        return IllegalTransition(self.unit, self.state, event, tuple(self._table[self.state]), self.story)

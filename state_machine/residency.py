@@ -6,8 +6,9 @@ So prefetch does not change the lifecycle, and no memory is freed while a collec
 
 from collections.abc import Mapping
 from enum import auto
-from typing import Final, NamedTuple
+from typing import Final
 
+from state_machine.machine import Machine, Step
 from state_machine.vocabulary import MachineEnum
 
 
@@ -56,81 +57,52 @@ class Effect(MachineEnum):
     """Free the memory of the unsharded parameters."""
 
 
-class Residence(NamedTuple):
-    """The state after a request, and the effects, in order."""
-
-    to: ResidencyState
-    effects: tuple[Effect, ...] = ()
-
-
-RESIDENCES: Final[Mapping[ResidencyState, Mapping[Request, Residence]]] = {
+RESIDENCES: Final[Mapping[ResidencyState, Mapping[Request, Step[ResidencyState, Effect]]]] = {
     ResidencyState.SHARDED: {
-        Request.PREFETCH: Residence(ResidencyState.UNSHARDING, (Effect.ALL_GATHER,)),
-        Request.UNSHARD: Residence(ResidencyState.UNSHARDED, (Effect.ALL_GATHER, Effect.WAIT_ALL_GATHER, Effect.USE_UNSHARDED)),
+        Request.PREFETCH: Step(ResidencyState.UNSHARDING, (Effect.ALL_GATHER,)),
+        Request.UNSHARD: Step(ResidencyState.UNSHARDED, (Effect.ALL_GATHER, Effect.WAIT_ALL_GATHER, Effect.USE_UNSHARDED)),
         # there is nothing to cache
-        Request.CACHE: Residence(ResidencyState.SHARDED),
+        Request.CACHE: Step(ResidencyState.SHARDED),
         # an all-gather that failed while the engine waited for it has left its memory allocated
-        Request.RESHARD: Residence(ResidencyState.SHARDED, (Effect.FREE_UNSHARDED,)),
-        Request.PASS_ENDS: Residence(ResidencyState.SHARDED),
-        Request.PASS_FAILS: Residence(ResidencyState.SHARDED),
+        Request.RESHARD: Step(ResidencyState.SHARDED, (Effect.FREE_UNSHARDED,)),
+        Request.PASS_ENDS: Step(ResidencyState.SHARDED),
+        Request.PASS_FAILS: Step(ResidencyState.SHARDED),
     },
     ResidencyState.UNSHARDING: {
-        Request.PREFETCH: Residence(ResidencyState.UNSHARDING),
-        Request.UNSHARD: Residence(ResidencyState.UNSHARDED, (Effect.WAIT_ALL_GATHER, Effect.USE_UNSHARDED)),
+        Request.PREFETCH: Step(ResidencyState.UNSHARDING),
+        Request.UNSHARD: Step(ResidencyState.UNSHARDED, (Effect.WAIT_ALL_GATHER, Effect.USE_UNSHARDED)),
         # gathered ahead, and not needed yet
-        Request.CACHE: Residence(ResidencyState.CACHED, (Effect.WAIT_ALL_GATHER,)),
+        Request.CACHE: Step(ResidencyState.CACHED, (Effect.WAIT_ALL_GATHER,)),
         # the collective still writes the memory: wait, then free it
-        Request.RESHARD: Residence(ResidencyState.SHARDED, (Effect.WAIT_ALL_GATHER, Effect.FREE_UNSHARDED)),
-        Request.PASS_ENDS: Residence(ResidencyState.SHARDED, (Effect.WAIT_ALL_GATHER, Effect.FREE_UNSHARDED)),
-        Request.PASS_FAILS: Residence(ResidencyState.SHARDED, (Effect.WAIT_ALL_GATHER, Effect.FREE_UNSHARDED)),
+        Request.RESHARD: Step(ResidencyState.SHARDED, (Effect.WAIT_ALL_GATHER, Effect.FREE_UNSHARDED)),
+        Request.PASS_ENDS: Step(ResidencyState.SHARDED, (Effect.WAIT_ALL_GATHER, Effect.FREE_UNSHARDED)),
+        Request.PASS_FAILS: Step(ResidencyState.SHARDED, (Effect.WAIT_ALL_GATHER, Effect.FREE_UNSHARDED)),
     },
     ResidencyState.UNSHARDED: {
-        Request.PREFETCH: Residence(ResidencyState.UNSHARDED),
-        Request.UNSHARD: Residence(ResidencyState.UNSHARDED),
-        Request.CACHE: Residence(ResidencyState.CACHED, (Effect.USE_SHARDED,)),
-        Request.RESHARD: Residence(ResidencyState.SHARDED, (Effect.USE_SHARDED, Effect.FREE_UNSHARDED)),
+        Request.PREFETCH: Step(ResidencyState.UNSHARDED),
+        Request.UNSHARD: Step(ResidencyState.UNSHARDED),
+        Request.CACHE: Step(ResidencyState.CACHED, (Effect.USE_SHARDED,)),
+        Request.RESHARD: Step(ResidencyState.SHARDED, (Effect.USE_SHARDED, Effect.FREE_UNSHARDED)),
         # an exception leaves the forward around a backward that still runs, and this unit computes in that backward
-        Request.PASS_ENDS: Residence(ResidencyState.UNSHARDED),
-        Request.PASS_FAILS: Residence(ResidencyState.UNSHARDED),
+        Request.PASS_ENDS: Step(ResidencyState.UNSHARDED),
+        Request.PASS_FAILS: Step(ResidencyState.UNSHARDED),
     },
     ResidencyState.CACHED: {
-        Request.PREFETCH: Residence(ResidencyState.CACHED),
-        Request.UNSHARD: Residence(ResidencyState.UNSHARDED, (Effect.USE_UNSHARDED,)),
-        Request.CACHE: Residence(ResidencyState.CACHED),
-        Request.RESHARD: Residence(ResidencyState.SHARDED, (Effect.FREE_UNSHARDED,)),
+        Request.PREFETCH: Step(ResidencyState.CACHED),
+        Request.UNSHARD: Step(ResidencyState.UNSHARDED, (Effect.USE_UNSHARDED,)),
+        Request.CACHE: Step(ResidencyState.CACHED),
+        Request.RESHARD: Step(ResidencyState.SHARDED, (Effect.FREE_UNSHARDED,)),
         # the unsharded parameters wait for the backward
-        Request.PASS_ENDS: Residence(ResidencyState.CACHED),
-        Request.PASS_FAILS: Residence(ResidencyState.SHARDED, (Effect.FREE_UNSHARDED,)),
+        Request.PASS_ENDS: Step(ResidencyState.CACHED),
+        Request.PASS_FAILS: Step(ResidencyState.SHARDED, (Effect.FREE_UNSHARDED,)),
     },
 }
 
 
-class Residency:
-    """The residency of one unit.
+class Residency(Machine[ResidencyState, Request, Effect]):
+    """The residency of one unit."""
 
-    Invariant: `state` changes only in `on`, which either changes it or raises.
-    """
-
-    __slots__ = ("_state", "unit")
+    __slots__ = ()
 
     def __init__(self, unit: str) -> None:
-        self.unit = unit
-        self._state = ResidencyState.SHARDED
-
-    @property
-    def state(self) -> ResidencyState:
-        return self._state
-
-    def on(self, request: Request) -> tuple[Effect, ...]:
-        """Change the state by the table and return the effects, in order.
-
-        Raises:
-            RuntimeError: the table has no row for the request. This is a bug of fsdp.
-        """
-        residence = RESIDENCES[self._state].get(request)
-        if residence is None:
-            raise RuntimeError(
-                f"unit {self.unit!r}: {request.name} requested while {self._state.name}; this is a bug in fsdp, please report it."
-            )
-        self._state = residence.to
-        return residence.effects
+        super().__init__(unit, RESIDENCES, ResidencyState.SHARDED)

@@ -30,40 +30,31 @@ class Root:
     engine then calls `begin`.
     """
 
-    __slots__ = ("_backward", "_instruction_cache", "copies", "lifecycles", "number")
+    __slots__ = ("_instruction_cache", "backward", "copies", "in_backward", "lifecycles", "number")
 
     def __init__(self, lifecycles: Sequence[Lifecycle]) -> None:
         self.lifecycles = tuple(lifecycles)
         self.copies = tuple(Copy(one.unit, one.reshard_policy) for one in self.lifecycles)
-        self._backward = BackwardState.RESTING
+        self.restore(BackwardState.RESTING)
         self.number = 1
         """The number of the backward that runs, or of the next one. Data recorded under another number is out of date."""
         # only a few different results exist
         self._instruction_cache: dict[tuple[int, tuple[Action, ...]], tuple[Instruction, ...]] = {}
 
     @property
-    def backward(self) -> BackwardState:
-        return self._backward
-
-    @property
     def synchronises(self) -> bool:
         """Whether the backward that runs reduces its gradients."""
-        return self._backward is BackwardState.RUNNING_SYNC
+        return self.backward is BackwardState.RUNNING_SYNC
 
     @property
     def at_rest(self) -> bool:
         """No backward runs and every unit is IDLE."""
-        return self._backward in RESTING and all(one.state is State.IDLE for one in self.lifecycles)
+        return not self.in_backward and all(one.state is State.IDLE for one in self.lifecycles)
 
     @property
     def backward_gathers(self) -> bool:
         """Whether a backward gathers some unit, so that it needs the other ranks even if it reduces nothing."""
         return any([one.reshard_policy is ReshardPolicy.AFTER_FORWARD for one in self.lifecycles])
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward runs."""
-        return self._backward not in RESTING
 
     def on_event(self, unit: int, event: Event) -> tuple[Instruction, ...]:
         """Apply an event to a unit; return the instructions, in order.
@@ -117,20 +108,24 @@ class Root:
 
     def before_gather(self, unit: int) -> tuple[CopyAction, ...]:
         """Apply the event of an all-gather that is about to be launched; return the actions that come first."""
-        return self.copies[unit].on(GATHERS[self._backward])
+        return self.copies[unit].on(GATHERS[self.backward])
 
     def evaluation_ends(self) -> None:
         """Apply the end of a forward of the root that recorded no graph."""
         for copy in self.copies:
             copy.on(CopyEvent.EVALUATION_ENDS)
 
+    def restore(self, backward: BackwardState) -> None:
+        """Set the state of the backward. Also whether one runs, which is asked often."""
+        self.backward, self.in_backward = backward, backward not in RESTING
+
     def _on(self, event: BackwardEvent) -> BackwardStep:
-        step = BACKWARD[self._backward].get(event)
+        step = BACKWARD[self.backward].get(event)
         if step is None:
             raise RuntimeError(
-                f"the backward: {event.name} is not allowed in {self._backward.name}; this is a bug in fsdp, please report it."
+                f"the backward: {event.name} is not allowed in {self.backward.name}; this is a bug in fsdp, please report it."
             )
-        self._backward = step.to
+        self.backward, self.in_backward = step.to, step.to not in RESTING
         return step
 
     def _instructions(self, unit: int, actions: tuple[Action, ...]) -> tuple[Instruction, ...]:

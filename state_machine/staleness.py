@@ -8,8 +8,9 @@ comparison over all ranks.
 
 from collections.abc import Mapping
 from enum import auto
-from typing import Final, NamedTuple
+from typing import Final
 
+from state_machine.machine import Machine, Step
 from state_machine.table import BackwardState, ReshardPolicy
 from state_machine.vocabulary import MachineEnum
 
@@ -71,44 +72,37 @@ class CopyAction(MachineEnum):
     """Record the checksums of the shards."""
 
 
-class CopyStep(NamedTuple):
-    """The state after an event, and the actions of the engine, in order."""
-
-    to: CopyState
-    actions: tuple[CopyAction, ...] = ()
-
-
-CopyTable = Mapping[CopyState, Mapping[CopyEvent, CopyStep]]
+CopyTable = Mapping[CopyState, Mapping[CopyEvent, Step[CopyState, CopyAction]]]
 
 _S, _E, _A = CopyState, CopyEvent, CopyAction
 
 WITHIN_A_PASS: Final[CopyTable] = {
     _S.STALE: {
-        _E.GATHERED: CopyStep(_S.FRESH, (_A.CHECK,)),
-        _E.GATHERED_LATE: CopyStep(_S.FRESH, (_A.CHECK, _A.WAIT)),
-        _E.GATHERED_IN_BACKWARD: CopyStep(_S.FRESH),
+        _E.GATHERED: Step(_S.FRESH, (_A.CHECK,)),
+        _E.GATHERED_LATE: Step(_S.FRESH, (_A.CHECK, _A.WAIT)),
+        _E.GATHERED_IN_BACKWARD: Step(_S.FRESH),
         # a copy of an earlier pass is freed only now: until here, a backward of that pass could follow
-        _E.USED: CopyStep(_S.STALE, (_A.DROP_COPY,)),
-        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP_COPY,)),
-        _E.PASS_BEGINS: CopyStep(_S.STALE),
-        _E.EVALUATION_BEGINS: CopyStep(_S.STALE),
-        _E.EVALUATION_ENDS: CopyStep(_S.STALE),
-        _E.COMMITTED: CopyStep(_S.STALE),
-        _E.BACKWARD_INSIDE: CopyStep(_S.STALE),
-        _E.RELEASED: CopyStep(_S.STALE),
+        _E.USED: Step(_S.STALE, (_A.DROP_COPY,)),
+        _E.USED_CHANGED: Step(_S.STALE, (_A.DROP_COPY,)),
+        _E.PASS_BEGINS: Step(_S.STALE),
+        _E.EVALUATION_BEGINS: Step(_S.STALE),
+        _E.EVALUATION_ENDS: Step(_S.STALE),
+        _E.COMMITTED: Step(_S.STALE),
+        _E.BACKWARD_INSIDE: Step(_S.STALE),
+        _E.RELEASED: Step(_S.STALE),
     },
     _S.FRESH: {
         # a second call in the same pass
-        _E.USED: CopyStep(_S.FRESH),
-        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP_COPY,)),
+        _E.USED: Step(_S.FRESH),
+        _E.USED_CHANGED: Step(_S.STALE, (_A.DROP_COPY,)),
         # no copy is used in another pass, so no comparison is needed
-        _E.PASS_BEGINS: CopyStep(_S.STALE),
-        _E.EVALUATION_BEGINS: CopyStep(_S.STALE),
-        _E.EVALUATION_ENDS: CopyStep(_S.FRESH),
+        _E.PASS_BEGINS: Step(_S.STALE),
+        _E.EVALUATION_BEGINS: Step(_S.STALE),
+        _E.EVALUATION_ENDS: Step(_S.FRESH),
         # the unit is in its forward, or is freed at the end of the backward; the next pass gathers again anyway
-        _E.COMMITTED: CopyStep(_S.FRESH),
-        _E.BACKWARD_INSIDE: CopyStep(_S.FRESH),
-        _E.RELEASED: CopyStep(_S.STALE),
+        _E.COMMITTED: Step(_S.FRESH),
+        _E.BACKWARD_INSIDE: Step(_S.FRESH),
+        _E.RELEASED: Step(_S.STALE),
     },
     # never reached: no comparison is made
     _S.UNSURE: {},
@@ -117,42 +111,42 @@ WITHIN_A_PASS: Final[CopyTable] = {
 
 FROM_PASS_TO_PASS: Final[CopyTable] = {
     _S.STALE: {
-        _E.GATHERED: CopyStep(_S.FRESH, (_A.CHECK, _A.SUM)),
-        _E.GATHERED_LATE: CopyStep(_S.UNSURE, (_A.CHECK, _A.WAIT, _A.SUM)),
-        _E.GATHERED_IN_BACKWARD: CopyStep(_S.FRESH, (_A.SUM,)),
+        _E.GATHERED: Step(_S.FRESH, (_A.CHECK, _A.SUM)),
+        _E.GATHERED_LATE: Step(_S.UNSURE, (_A.CHECK, _A.WAIT, _A.SUM)),
+        _E.GATHERED_IN_BACKWARD: Step(_S.FRESH, (_A.SUM,)),
         # at once, so that prefetch can gather it again
-        _E.PASS_BEGINS: CopyStep(_S.STALE, (_A.DROP_COPY,)),
-        _E.EVALUATION_BEGINS: CopyStep(_S.STALE, (_A.DROP_COPY,)),
-        _E.EVALUATION_ENDS: CopyStep(_S.STALE),
-        _E.USED: CopyStep(_S.STALE, (_A.DROP_COPY,)),
-        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP_COPY,)),
-        _E.COMMITTED: CopyStep(_S.STALE),
-        _E.BACKWARD_INSIDE: CopyStep(_S.STALE),
-        _E.RELEASED: CopyStep(_S.STALE),
+        _E.PASS_BEGINS: Step(_S.STALE, (_A.DROP_COPY,)),
+        _E.EVALUATION_BEGINS: Step(_S.STALE, (_A.DROP_COPY,)),
+        _E.EVALUATION_ENDS: Step(_S.STALE),
+        _E.USED: Step(_S.STALE, (_A.DROP_COPY,)),
+        _E.USED_CHANGED: Step(_S.STALE, (_A.DROP_COPY,)),
+        _E.COMMITTED: Step(_S.STALE),
+        _E.BACKWARD_INSIDE: Step(_S.STALE),
+        _E.RELEASED: Step(_S.STALE),
     },
     _S.FRESH: {
-        _E.USED: CopyStep(_S.FRESH),
-        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP_COPY,)),
-        _E.PASS_BEGINS: CopyStep(_S.UNSURE, (_A.ASK,)),
+        _E.USED: Step(_S.FRESH),
+        _E.USED_CHANGED: Step(_S.STALE, (_A.DROP_COPY,)),
+        _E.PASS_BEGINS: Step(_S.UNSURE, (_A.ASK,)),
         # users swap weights around evaluations, also through `.data`; a gather costs no more than a comparison
-        _E.EVALUATION_BEGINS: CopyStep(_S.STALE, (_A.DROP_COPY,)),
-        _E.EVALUATION_ENDS: CopyStep(_S.STALE),
-        _E.COMMITTED: CopyStep(_S.STALE),
-        _E.BACKWARD_INSIDE: CopyStep(_S.UNSURE),
-        _E.RELEASED: CopyStep(_S.STALE),
+        _E.EVALUATION_BEGINS: Step(_S.STALE, (_A.DROP_COPY,)),
+        _E.EVALUATION_ENDS: Step(_S.STALE),
+        _E.COMMITTED: Step(_S.STALE),
+        _E.BACKWARD_INSIDE: Step(_S.UNSURE),
+        _E.RELEASED: Step(_S.STALE),
     },
     _S.UNSURE: {
-        _E.WEIGHTS_SAME: CopyStep(_S.FRESH),
-        _E.WEIGHTS_CHANGED: CopyStep(_S.STALE, (_A.DROP_COPY,)),
+        _E.WEIGHTS_SAME: Step(_S.FRESH),
+        _E.WEIGHTS_CHANGED: Step(_S.STALE, (_A.DROP_COPY,)),
         # no comparison is possible inside a forward, and version counters differ between ranks: all ranks gather again
-        _E.USED: CopyStep(_S.STALE, (_A.DROP_COPY,)),
-        _E.USED_CHANGED: CopyStep(_S.STALE, (_A.DROP_COPY,)),
-        _E.PASS_BEGINS: CopyStep(_S.UNSURE, (_A.ASK,)),
-        _E.EVALUATION_BEGINS: CopyStep(_S.STALE, (_A.DROP_COPY,)),
-        _E.EVALUATION_ENDS: CopyStep(_S.STALE),
-        _E.COMMITTED: CopyStep(_S.STALE),
-        _E.BACKWARD_INSIDE: CopyStep(_S.UNSURE),
-        _E.RELEASED: CopyStep(_S.STALE),
+        _E.USED: Step(_S.STALE, (_A.DROP_COPY,)),
+        _E.USED_CHANGED: Step(_S.STALE, (_A.DROP_COPY,)),
+        _E.PASS_BEGINS: Step(_S.UNSURE, (_A.ASK,)),
+        _E.EVALUATION_BEGINS: Step(_S.STALE, (_A.DROP_COPY,)),
+        _E.EVALUATION_ENDS: Step(_S.STALE),
+        _E.COMMITTED: Step(_S.STALE),
+        _E.BACKWARD_INSIDE: Step(_S.UNSURE),
+        _E.RELEASED: Step(_S.STALE),
     },
 }
 """The table of NEVER, whose copies are used in later passes."""
@@ -174,38 +168,14 @@ GATHERS: Final[Mapping[BackwardState, CopyEvent]] = {
 """The event of an all-gather, by the state of the backward of the root."""
 
 
-class Copy:
-    """The unsharded copy of one unit.
+class Copy(Machine[CopyState, CopyEvent, CopyAction]):
+    """The unsharded copy of one unit."""
 
-    Invariant: `state` changes only in `on`, which either changes it or raises.
-    """
-
-    __slots__ = ("_reshard_policy", "_state", "unit")
+    __slots__ = ()
 
     def __init__(self, unit: str, reshard_policy: ReshardPolicy) -> None:
-        self.unit = unit
-        self.set_reshard_policy(reshard_policy)
-        self._state = CopyState.STALE
+        super().__init__(unit, COPY_TABLES[reshard_policy], CopyState.STALE)
 
     def set_reshard_policy(self, policy: ReshardPolicy) -> None:
         """From now on, follow the table of `policy`. All tables have the same states."""
-        self._reshard_policy = policy
-
-    @property
-    def state(self) -> CopyState:
-        return self._state
-
-    def on(self, event: CopyEvent) -> tuple[CopyAction, ...]:
-        """Change the state by the table and return the actions, in order.
-
-        Raises:
-            RuntimeError: the table has no row for the event. This is a bug of fsdp.
-        """
-        step = COPY_TABLES[self._reshard_policy][self._state].get(event)
-        if step is None:
-            raise RuntimeError(
-                f"the copy of unit {self.unit!r}: {event.name} is not allowed in {self._state.name}; "
-                "this is a bug in fsdp, please report it."
-            )
-        self._state = step.to
-        return step.actions
+        self._table = COPY_TABLES[policy]

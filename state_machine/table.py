@@ -9,20 +9,13 @@ from collections.abc import Mapping
 from enum import auto
 from typing import Final, NamedTuple
 
+from state_machine.machine import Step
 from state_machine.vocabulary import Action as A
 from state_machine.vocabulary import Event as E
 from state_machine.vocabulary import MachineEnum
 from state_machine.vocabulary import State as S
 
-
-class Step(NamedTuple):
-    """The state after an event, and the actions of the engine, in order."""
-
-    to: S
-    actions: tuple[A, ...] = ()
-
-
-Table = Mapping[S, Mapping[E, Step]]
+Table = Mapping[S, Mapping[E, Step[S, A]]]
 
 
 class ReshardPolicy(MachineEnum):

@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 # an assertion that fails in a helper shows its values, as in a test
@@ -15,6 +16,8 @@ settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60
 settings.register_profile("explore", deadline=None, max_examples=1_000_000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+# as in the processes over gloo: threads sum in an order of their own, and cost more than they bring
+torch.set_num_threads(1)
 # a collection of garbage after each 700 new objects, as is usual, takes a seventh of the time of the tests
 gc.set_threshold(50_000, 20, 20)
 

@@ -264,7 +264,7 @@ def test_only_storage_resizes_memory() -> None:
 
 def test_only_engine_queues_a_callback() -> None:
     calls = {name: [one for one in calls_in(path_of(name)) if one.endswith("queue_callback")] for name in FILES}
-    only_in({"runtime.engine"}, calls)
+    only_in({"runtime.passes"}, calls)
 
 
 ARITHMETIC = ("shards.cut", "params.layout", "reduction.bucketing", "runtime.prefetch", "log")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fsdp.autograd.engine_calls import Answered, EngineCall
 from fsdp.autograd.frames import in_backward
-from fsdp.autograd.node_hooks import is_batched
+from fsdp.autograd.visits import is_batched
 from fsdp.errors import ShardingError
 from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit

@@ -18,6 +18,7 @@ from fsdp.errors import ShardingError
 from fsdp.file_errors import file_errors
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_in, refuse_unless_resting
+from state_machine.lifecycle import STORY_LENGTH
 
 
 class Trace:
@@ -59,7 +60,7 @@ class Trace:
         for root, engine in enumerate(self._engines):
             engine.phases.set_recorder(self._recorder.add_phase, first)
             for index, lifecycle in enumerate(engine.root.lifecycles):
-                story = deque(lifecycle.story, lifecycle.story_length)
+                story = deque(lifecycle.story, STORY_LENGTH)
                 lifecycle.keep_story_in(RecordedStory(story, self._recorder, first + index))
             engine.tracker.keep_in(RecordedBytes(engine.tracker.held, self._recorder, root))
             for name, comm in engine.comms.each().items():
@@ -73,7 +74,7 @@ class Trace:
         for engine in self._engines:
             engine.phases.set_recorder(None)
             for lifecycle in engine.root.lifecycles:
-                lifecycle.keep_story_in(deque(lifecycle.story, lifecycle.story_length))
+                lifecycle.keep_story_in(deque(lifecycle.story, STORY_LENGTH))
             engine.tracker.keep_in(dict(engine.tracker.held))
             for comm in engine.comms.each().values():
                 comm.set_recorder(None)

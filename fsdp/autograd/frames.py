@@ -140,11 +140,12 @@ def in_autograd_grad() -> bool:
 
     A thread of autograd's own (CUDA) does not show its caller. There the stacks of all threads are searched.
     """
-    is_grad = False
-    for frame in _frames():
+    is_grad, frame = False, sys._getframe().f_back
+    while frame is not None:  # each step of a generator is a call
         if frame.f_code is _BACKWARD:
             return False
         is_grad = is_grad or frame.f_code is _GRAD
+        frame = frame.f_back
     if not isinstance(threading.current_thread(), threading._DummyThread):
         return is_grad
     return {frame.f_code for frame in _backward_calls()} == {_GRAD}

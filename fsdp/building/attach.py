@@ -14,11 +14,15 @@ from fsdp.device.streams import make_streams
 from fsdp.params.module_tree import ModuleTree
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.hooks import EngineHooks
+from fsdp.runtime.forward_hooks import EngineHooks
+from fsdp.runtime.launch_gathers import Gathers, gather_sizes
+from fsdp.runtime.passes import Passes
+from fsdp.runtime.path_policy import PathPolicy
+from fsdp.runtime.prefetch import PassSchedules, PrefetchSchedule
 from fsdp.runtime.refuse_copy import refuse_on_meta
 from fsdp.runtime.registry import UnitRef
 from fsdp.runtime.steps import check_steps
-from fsdp.runtime.uneven.uneven_engine import UnevenEngine
+from fsdp.runtime.uneven.common_path import CommonPath
 from fsdp.shards.optimizer_steps import hook_optimizers
 from fsdp.state_dict.state_dict_hooks import StateHooks
 
@@ -40,8 +44,8 @@ def attach(
     comms = comms._replace(inner=tuple(inner))
     for unit in units:
         unit.join(comms, streams, tracker, device, torch.device("cpu") if offloads else device)
-    engine = (UnevenEngine if units[0].config.uneven_paths else Engine)(units, descendants, comms, streams, tracker)
-    hooks = EngineHooks(engine)
+    engine = Engine(units, descendants, comms, streams, tracker)
+    hooks = EngineHooks(_make_passes(engine))
     check_steps(engine)
     remember(engine.snapshot)
     refusals = refuse_on_meta(engine)
@@ -63,11 +67,27 @@ def attach(
     return engine
 
 
+def _make_passes(engine: Engine) -> Passes:
+    units, config = engine.units, engine.units[0].config
+    cap = config.coalesce_bytes if engine.comms.reduce_comm.size > 1 else 0
+    path: PathPolicy
+    if config.uneven_paths:
+        path = CommonPath(engine)
+    else:
+        names = [unit.name for unit in units]
+        forward, backward = (
+            PrefetchSchedule(config.prefetch, f"{kind} of {names[0]!r}", names, gather_sizes(units), cap)
+            for kind in ("forward", "backward")
+        )
+        path = PathPolicy(PassSchedules(forward, backward), engine.reducer.reduce)
+    return Passes(engine, path, Gathers(units, engine.streams, cap, engine.stats.add_gathers))
+
+
 def detach(refs: Iterable[UnitRef]) -> None:
     """Take the engines off units. A step that is going on is abandoned. The units keep their shards and have no hooks."""
     refs = tuple(refs)
     for ref in {id(ref.engine): ref for ref in refs}.values():
-        ref.engine._reset_step()
+        ref.engine.reset_step()
         ref.hooks.remove()
     for ref in refs:
         for handle in ref.state_dict_handles:

@@ -20,9 +20,9 @@ from fsdp.params.module_tree import ModuleTree
 from fsdp.params.placement import place_again
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
+from fsdp.runtime.forward_hooks import SideOutputs
 from fsdp.runtime.refuse_copy import RefuseCopy
 from fsdp.runtime.registry import KEEPS_ENGINE, UnitRef, refuse_unless_resting
-from fsdp.runtime.side_outputs import SideOutputs
 
 Attach: TypeAlias = Callable[[Sequence[Unit], Sequence[frozenset[int]], CommContext], Engine]
 Memo: TypeAlias = dict[int, Any]
@@ -88,8 +88,8 @@ def _copy_root(engine: Engine, memo: Memo, attach: Attach) -> nn.Module:
     new_engine = attach([_copy_unit(unit, memo) for unit in engine.units], engine.descendants, engine.comms)
     for module in copied.modules():
         _take_places(module, stale[id(module)])
-    if (factors := engine.reducer.divide_factors) is not None:
-        new_engine.reducer.set_divide_factors(*factors)
+    if (factors := engine.reducer.reductions.divide_factors) is not None:
+        new_engine.reducer.reductions.set_divide_factors(*factors)
     return copied
 
 

@@ -7,7 +7,8 @@ Rule 2: the modules show unsharded parameters only between USE_UNSHARDED and USE
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Final
@@ -27,12 +28,27 @@ from fsdp.params.flat_buffer import FlatBuffer, SavedShards
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.shown_params import forget_owner, in_grad_hook, module_params_of, register_owner, show_plainly, touches
 from fsdp.params.summoned_params import FullParams
-from fsdp.params.unit_observer import UnitObserver
 from fsdp.params.use_outside_forward import GatheredCopies, ReadCopies, gather_param, local_param
 from fsdp.params.versions import Versions
 
 _IS_ELSEWHERE: Final = attrgetter("is_elsewhere")
 _GRAD: Final = attrgetter("grad")
+
+
+class UnitObserver(ABC):
+    """Handles uses of the parameters of a unit outside its own forward."""
+
+    @abstractmethod
+    def on_used_outside(self) -> None:
+        """A parameter is read outside the unit, and the value requires a gradient."""
+
+    @abstractmethod
+    def on_external_grad(self) -> None:
+        """A gradient of one parameter is about to come from a use outside the unit."""
+
+    @abstractmethod
+    def unshard_for_backward(self) -> bool:
+        """Unshard the unit until the end of the backward; return whether its parameters may then be used."""
 
 
 class Unit:
@@ -380,14 +396,12 @@ class Unit:
             work.wait()  # the gather stream waits and copies, and the host goes on
         return work
 
-    def prepare_all_gather(self) -> Iterator[tuple[FlatBuffer, Tensor]]:
-        """Yield each flat buffer to be gathered, with this rank's chunk, see `FlatBuffer.begin_gather`."""
+    def prepare_all_gather(self) -> Sequence[tuple[FlatBuffer, Tensor]]:
+        """Each flat buffer to be gathered, with this rank's chunk, see `FlatBuffer.begin_gather`."""
         if self.is_put_away:
             self.refuse_put_away()
-        for flat in self.flats:
-            own = flat.begin_gather(self._tracker, self._streams)
-            if own is not None:
-                yield flat, own
+        chunks = [(flat, flat.begin_gather(self._tracker, self._streams)) for flat in self.flats]
+        return [(flat, own) for flat, own in chunks if own is not None]
 
     def add_works(self, works: Iterable[Work]) -> None:
         """Wait for these too, before the unsharded parameters may be read."""
@@ -405,15 +419,15 @@ class Unit:
         Raises:
             ShardingError: the user has put another parameter into one.
         """
-        self._refuse_put_in()
+        if touches.count != self._touches:
+            self._refuse_put_in()
         for module_params in self._module_params:
             module_params.use_unsharded()
 
     def _refuse_put_in(self) -> None:
-        if touches.count != self._touches:
-            for module_params in self._module_params:
-                module_params.refuse_touched(self.name)
-            self._touches = touches.count
+        for module_params in self._module_params:
+            module_params.refuse_touched(self.name)
+        self._touches = touches.count
 
     def refuse_changed(self) -> None:
         """Check at the end of a forward without a graph that it has computed with the weights that are there now.
@@ -439,7 +453,8 @@ class Unit:
         Raises:
             ShardingError: a gradient was set, which no shard would get, or another parameter was put in.
         """
-        self._refuse_put_in()
+        if touches.count != self._touches:
+            self._refuse_put_in()
         now = self.unsharded_grads()
         if any(map(is_not, now, gradients)) if gradients else now.count(None) < len(now):
             before = gradients or repeat(None)

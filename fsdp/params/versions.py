@@ -21,7 +21,6 @@ class Versions:
 
     __slots__ = (
         "_asks_addresses",
-        "_at_forward",
         "_at_gather",
         "_at_pass",
         "_copies",
@@ -33,6 +32,7 @@ class Versions:
         "_sums",
         "_when_made",
         "_written_back",
+        "at_forward",
     )
 
     def __init__(self, flats: Sequence[FlatBuffer]) -> None:
@@ -44,7 +44,8 @@ class Versions:
         """How many changes were made by recomputes, which repeat those of a forward."""
         self._written_back = 0
         """How many changes were made by this library, which copied in-place updates of a forward to the shards."""
-        self._at_forward = 0
+        self.at_forward = 0
+        """What `now` was when the last forward of the unit began."""
         self._at_gather = 0
         self._others_at_gather = 0
         self._copies = any([not flat.is_shared for flat in flats])
@@ -64,13 +65,10 @@ class Versions:
 
         Also another one while the user has pointed a sharded parameter at other memory.
         """
-        with quick_attributes():
-            return self._count()
-
-    def _count(self) -> int:
         counts = -self._repeated
-        for flat in self._flats:
-            counts += sum(map(_VERSION, flat.sharded_params))
+        with quick_attributes():
+            for flat in self._flats:
+                counts += sum(map(_VERSION, flat.sharded_params))
         return counts + self._count_places() if self._asks_addresses or moved_shards.data else counts
 
     @property
@@ -97,13 +95,8 @@ class Versions:
 
     def forward_begins(self) -> int:
         """A forward of the unit begins; return the number that its backward must find again."""
-        self._at_forward = self.now()
-        return self._at_forward
-
-    @property
-    def at_forward(self) -> int:
-        """What `now` was when the last forward of the unit began."""
-        return self._at_forward
+        self.at_forward = self.now()
+        return self.at_forward
 
     def pass_begins(self) -> None:
         """A pass of the root begins."""
@@ -139,7 +132,7 @@ class Versions:
     @property
     def moved(self) -> bool:
         """Whether the counters had moved since the gather when the last forward began."""
-        return self._at_forward != self._at_gather
+        return self.at_forward != self._at_gather
 
     def remember_sums(self) -> None:
         """A copy is about to be gathered: note the checksums of what it will be a copy of."""
@@ -159,12 +152,6 @@ class Versions:
             return torch.zeros(0, dtype=torch.int64)
         with torch.no_grad():
             return torch.stack([flat.sum_of_bits() for flat in self._flats])
-
-
-def all_now(asked: Sequence[Versions]) -> list[int]:
-    """`Versions.now` of each, for less than one call each."""
-    with quick_attributes():
-        return [versions._count() for versions in asked]
 
 
 def any_changed(asked: Sequence[Versions], world_comm: Communicator) -> bool:

@@ -189,10 +189,10 @@ class Bucket:
         param = self.flat.sharded_params[i]
         # `.data` has a count of changes of its own: what autograd accumulates is no change by the user
         local, home = self._local_part(i, gradient.data), self.flat.home
-        is_complete = self.flat.is_replicated and local.dtype is param.dtype and not (local.is_sparse or home.copies)
-        local = local.to(param.dtype, copy=not is_complete)
-        part = self.flat.placements[i].as_shard(home.bring(local))
-        self.accumulated[i] = AccumulatedGrad(gradient, param, part, is_complete and part is local)
+        is_complete = self.flat.num_shards == 1 and local.dtype is param.dtype and not (local.is_sparse or home.copies)
+        local = home.bring(local.to(param.dtype, copy=not is_complete))
+        part = self.flat.placements[i].as_shard(local)
+        self.accumulated[i] = AccumulatedGrad(gradient, param, part, is_complete)
         self._tracker.add("kept", size_of(gradient))
 
     def _drop_accumulated(self, i: int) -> AccumulatedGrad | None:

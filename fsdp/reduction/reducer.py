@@ -58,8 +58,8 @@ class Reducer:
         self.can_have_shard_grads = [flag for bucket in self.buckets for flag in bucket.can_have_shard_grads()]
         """For each sharded parameter, whether it ever has a `.grad` on this rank."""
         self._device = readable_device(units[0].device)
-        self._used_params = UsedParams(units, self.buckets, self.policy.static_graph, comms.world_comm, self._device)
-        self._reductions = ReductionQueue(self.policy, comms, streams, tracker)
+        self.used_params = UsedParams(units, self.buckets, self.policy.static_graph, comms.world_comm, self._device)
+        self.reductions = ReductionQueue(self.policy, comms, streams, tracker)
         self.early = early_buckets(self.buckets, self.of_unit, innermost, units[0].config)
         """The early buckets: they may be launched when their gradients have arrived, before the post-backward of their unit."""
         self._queue = BucketQueue(
@@ -85,19 +85,6 @@ class Reducer:
         """The numbers of all units in the agreed order."""
         return self._order.units
 
-    def set_averaging_ranks(self, ranks: int) -> None:
-        """From now on, averages are over so many ranks."""
-        self._reductions.set_averaging_ranks(ranks)
-
-    def set_divide_factors(self, before: float, after: float) -> None:
-        """From now on, divide gradients by `before` before the sum over the ranks, and by `after` after it."""
-        self._reductions.set_divide_factors(before, after)
-
-    @property
-    def divide_factors(self) -> tuple[float, float] | None:
-        """See `set_divide_factors`; None if it was not called."""
-        return self._reductions.divide_factors
-
     def set_meeting(self, meeting: Callable[[Combine], bool]) -> None:
         """From now on, call `meeting` at the end of a backward that synchronises. It waits until all ranks are there.
 
@@ -107,18 +94,13 @@ class Reducer:
         self._meeting = meeting
 
     @property
-    def combine(self) -> Combine:
-        """Combines messages of ranks that are not all at the end of a backward."""
-        return self._used_params.combine
-
-    @property
     def hook(self) -> CommHook | None:
         """The comm hook that reduces buckets in place of the engine."""
-        return self._reductions.hook
+        return self.reductions.hook
 
     def set_hook(self, hook: CommHook) -> None:
         """From now on, a comm hook reduces buckets in place of the engine."""
-        self._reductions.set_hook(hook)
+        self.reductions.set_hook(hook)
         self._make_groups()
 
     @property
@@ -176,8 +158,8 @@ class Reducer:
         for bucket in self._accumulating():
             bucket.drop_zeroed()
         self._stats.begin_reductions()
-        self._reductions.begin()
-        self._used_params.begin()
+        self.reductions.begin()
+        self.used_params.begin()
         self._ready_at = [perf_counter()] * len(self.buckets)
         """When each bucket became ready."""
         # a comm hook may wait for each of its collectives at once, so with one no bucket is early
@@ -242,7 +224,7 @@ class Reducer:
         for number in group:
             actions = self._on(number, BucketEvent.TURN if self._trained[number] else BucketEvent.TURN_FROZEN)
             if BucketAction.ASK in actions:
-                has = self._used_params.any_rank_has_grad(number)
+                has = self.used_params.any_rank_has_grad(number)
                 actions = self._on(number, BucketEvent.SOME_RANK_HAS if has else BucketEvent.NO_RANK_HAS)
             if BucketAction.LAUNCH_REDUCTION in actions:
                 launched.append(number)
@@ -272,7 +254,7 @@ class Reducer:
                 self._run_grad_hooks()
         for number in self.of_unit[index]:
             if BucketAction.PUT in self._queue.on(number, BucketEvent.COMMIT):
-                hooked = self.buckets[number].put(self._used_params.used(number), self._may_be_hooked)
+                hooked = self.buckets[number].put(self.used_params.used(number), self._may_be_hooked)
                 self._hooked += [(index, parameter) for parameter in hooked]
 
     def _run_grad_hooks(self) -> None:
@@ -285,7 +267,7 @@ class Reducer:
         try:
             with reading_shards():
                 for number, bucket in enumerate(self.buckets):
-                    bucket.run_grad_hooks(self._used_params.used(number))
+                    bucket.run_grad_hooks(self.used_params.used(number))
         finally:
             self.runs_grad_hooks = False
         for name, now in self._shown_grads().items():
@@ -328,17 +310,17 @@ class Reducer:
 
     def drain(self, index: int) -> None:
         """Wait until no collective of any unit is in flight. Idempotent; raises what the first collective raises."""
-        work = self._used_params.take_work()
+        work = self.used_params.take_work()
         try:
             with self._streams.computing():
-                self._reductions.drain(() if work is None else (work,))
+                self.reductions.drain(() if work is None else (work,))
         finally:
             for number in self.of_unit[index]:
                 self._queue.on(number, BucketEvent.DRAINED)
 
     def drop(self, index: int) -> None:
         """Drop the gradients of a unit of this backward. Accumulated ones of earlier backwards stay. Idempotent."""
-        self._used_params.drop()
+        self.used_params.drop()
         for number in self.of_unit[index]:
             if BucketAction.FORGET in self._queue.on(number, BucketEvent.DROP_GRADS):
                 self.buckets[number].drop()
@@ -365,12 +347,12 @@ class Reducer:
         if self.ignores_local_grads:
             for bucket in buckets:
                 bucket.clear_unsharded_grads()
-        while self._reductions.is_full and self._may_wait_for(self._reductions.oldest):
+        while self.reductions.is_full and self._may_wait_for(self.reductions.oldest):
             self._wait_next()
         if self.hook is None:
-            left_memory = self._reductions.launch(buckets, remainder)
+            left_memory = self.reductions.launch(buckets, remainder)
         else:
-            left_memory = self._reductions.launch_hooked(buckets[0], self._grad_bucket(buckets[0], group[0]), remainder)
+            left_memory = self.reductions.launch_hooked(buckets[0], self._grad_bucket(buckets[0], group[0]), remainder)
         if left_memory:
             self._on_landed(buckets)
         self._stats.add_launch(buckets, max([self._ready_at[number] for number in group]))
@@ -380,8 +362,8 @@ class Reducer:
         return all([BucketAction.WAIT in self._queue.on(bucket.number, BucketEvent.MAKE_ROOM) for bucket in buckets])
 
     def _wait_next(self) -> None:
-        buckets = self._reductions.oldest
-        self._stats.wait_for_reduction(self._reductions.wait_next)
+        buckets = self.reductions.oldest
+        self._stats.wait_for_reduction(self.reductions.wait_next)
         self._on_landed(buckets)
 
     def _on_landed(self, buckets: Iterable[Bucket]) -> None:
@@ -405,16 +387,16 @@ class Reducer:
             self.advance()
         launched = [BucketAction.COUNT_REMAINDER in self._queue.on(n, BucketEvent.TAKE_STOCK) for n in numbers]
         if self._meeting is None:
-            self._used_params.exchange(launched)
-        elif not self._meeting(partial(self._used_params.combine, launched=launched)):
-            self._used_params.take_combined(launched)
+            self.used_params.exchange(launched)
+        elif not self._meeting(partial(self.used_params.combine, launched=launched)):
+            self.used_params.take_combined(launched)
 
     def _launch_remainders(self) -> None:
         """Reduce gradients that arrived after their bucket was launched, in the agreed order.
 
         Every rank must launch the same remainders. The table says whether this rank knows by itself, or reads the exchange.
         """
-        used_params = self._used_params
+        used_params = self.used_params
         for number in self._order.buckets:
             actions = self._queue.on_remainder_turn(number)
             if BucketAction.LOOK_HERE in actions:
@@ -435,11 +417,11 @@ class Reducer:
             return False
         self._settled = self._owes_grad_hooks = True
         with self._streams.computing():
-            while self._reductions.oldest:
+            while self.reductions.oldest:
                 self._wait_next()
-            self._stats.wait_for_reduction(self._reductions.finish)
-        self._used_params.wait_all()
-        self._used_params.end()
+            self._stats.wait_for_reduction(self.reductions.finish)
+        self.used_params.wait_all()
+        self.used_params.end()
         self._queue.check(BucketEvent.COMMIT)  # all buckets or none
         if self._order.learn(self._comms.world_comm, self._device):
             self._make_groups()

@@ -21,13 +21,11 @@ class BackwardEnd:
     def __init__(self, is_over: bool = False) -> None:
         self.is_over = is_over
 
-    def end(self) -> None:
-        """The final callback has done its work."""
-        self.is_over = True
-
 
 class FinalCallback:
     """The callback at the end of a backward. If torch drops it uncalled, the backward has failed.
+
+    It runs when the outermost graph task is done, also around reentrant checkpoints.
 
     On a device a thread of autograd may drop it a moment after the error was raised; see `PendingBackward.await_end`.
     """
@@ -48,14 +46,14 @@ class FinalCallback:
             if self._is_current():
                 self._on_ended()
         finally:
-            self._end.end()
+            self._end.is_over = True
 
     def __del__(self) -> None:
         try:
             if not self._called and self._is_current():
                 self._on_failed()
         finally:
-            self._end.end()
+            self._end.is_over = True
 
     def _is_current(self) -> bool:
         # an abandoned step or the next forward may have ended the backward already

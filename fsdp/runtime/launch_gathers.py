@@ -41,8 +41,6 @@ class Gathers:
             for index in indices:
                 request(index)
             return
-        if not indices:
-            return
         collected: list[int] = []
         self._collected = collected
         try:

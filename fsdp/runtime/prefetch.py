@@ -134,10 +134,9 @@ class PassSchedules:
 
     __slots__ = ("backward", "forward")
 
-    def __init__(self, units: Sequence[str], depth: int, sizes: Sequence[int] = (), cap: int = 0) -> None:
-        """See `PrefetchSchedule`."""
-        self.forward = PrefetchSchedule(depth, f"forward of {units[0]!r}", units, sizes, cap)
-        self.backward = PrefetchSchedule(depth, f"backward of {units[0]!r}", units, sizes, cap)
+    def __init__(self, forward: PrefetchSchedule, backward: PrefetchSchedule) -> None:
+        self.forward = forward
+        self.backward = backward
 
     def on_step_completed(self, in_forward: bool) -> None:
         """All ranks have reduced all gradients of a backward. A backward `in_forward` is not the end of a step."""

@@ -12,7 +12,7 @@ from fsdp.errors import ShardingError, WorldError
 from fsdp.params.module_tree import ModuleTree
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.hooks import EngineHooks
+from fsdp.runtime.forward_hooks import EngineHooks
 from state_machine import Event, Request, State
 
 KEEPS_ENGINE: Final = "_fsdp_keeps_engine"

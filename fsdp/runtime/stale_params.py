@@ -115,12 +115,3 @@ class StaleParams:
                 "of them to the device may have been queued. So that pass may have computed with the new weights too early. "
                 "Change weights between passes."
             )
-
-    def on_commit(self, index: int) -> None:
-        """The shards of a unit have got gradients: an optimizer may step."""
-        if self._units[index].trains:
-            self._root.copies[index].on(CopyEvent.COMMITTED)
-
-    def on_freed(self, index: int) -> None:
-        """The memory of a copy was freed."""
-        self._root.copies[index].on(CopyEvent.RELEASED)

@@ -23,12 +23,9 @@ from typing import Any, Final, NamedTuple
 
 from state_machine.bucket import CHECKED, BucketAction, BucketEvent, BucketKind, BucketState, UnitEvent, UnitState
 from state_machine.bucket_queue import BucketQueue
+from state_machine.explorer.invariants import Violation
 
 A, E = BucketAction, BucketEvent
-
-
-class Violation(AssertionError):
-    """An invariant was violated, or a legal move was refused."""
 
 
 class Part(NamedTuple):

@@ -9,8 +9,9 @@ from typing import Any, Final
 
 from state_machine.bucket import BucketEvent, BucketKind, BucketState
 from state_machine.explorer import collector_off
-from state_machine.explorer.bucket_harness import BucketHarness, Move, Part, Scene, Violation, What
+from state_machine.explorer.bucket_harness import BucketHarness, Move, Part, Scene, What
 from state_machine.explorer.explore import Report
+from state_machine.explorer.invariants import Violation
 
 ORDINARY, BEHIND, EARLY, UNUSED, AT_END = BucketKind
 

@@ -86,24 +86,25 @@ class Harness:
     def freeze(self) -> Snapshot:
         """Return everything that the next moves depend on, hashable. They do not depend on the story of a unit."""
         units = tuple(
-            (life._state._value_, home._state._value_, copy._state._value_, pending_return, facts.freeze())
+            (life.state._value_, home.state._value_, copy.state._value_, pending_return, facts.freeze())
             for life, home, copy, pending_return, facts in zip(
                 self.root.lifecycles, self.residencies, self.root.copies, self.pending_return, self.seen.facts, strict=True
             )
         )
         seen = self.seen
-        return (units, seen.path, seen.sync, seen.may_step, seen.evaluates, self.live, self.root._backward)
+        return (units, seen.path, seen.sync, seen.may_step, seen.evaluates, self.live, self.root.backward)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Restore a snapshot of `freeze`."""
         seen = self.seen
-        units, seen.path, seen.sync, seen.may_step, seen.evaluates, self.live, self.root._backward = snapshot
+        units, seen.path, seen.sync, seen.may_step, seen.evaluates, self.live, backward = snapshot
+        self.root.restore(backward)
         self.seen.queued = self.seen.sync is not Sync.NO_BACKWARD
         self.seen.committing.clear()
         for unit, (state, residence, copy, pending_return, facts) in enumerate(units):
-            self.root.copies[unit]._state = COPIES[copy]
-            self.root.lifecycles[unit]._state = STATES[state]
-            self.residencies[unit]._state = RESIDENCES[residence]
+            self.root.copies[unit].state = COPIES[copy]
+            self.root.lifecycles[unit].state = STATES[state]
+            self.residencies[unit].state = RESIDENCES[residence]
             self.pending_return[unit] = pending_return
             self.seen.facts[unit].restore(facts)
 

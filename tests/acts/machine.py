@@ -28,6 +28,7 @@ HOOKS = ("in a tensor hook", "in a post-accumulate hook")
 DETACHED = "change a weight through .detach()"
 POST_HOOK = "add a post-accumulate hook"
 ONE_MODULE = "evaluate one module"
+ONES, CLIP = "set p.grad to ones", "clip the gradients"
 KEEP, PUT_BACK = "replace p.data, keep the old one", "put the kept p.data back"
 acts = st.sampled_from(sorted(ACTS))
 blocks = st.integers(0, 1)
@@ -55,6 +56,8 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         self.keeps_unsharded = self.puts_back = False
         """Whether an act was armed that may keep `.data` of an unsharded parameter, whose memory is released, or that puts kept
         `.data` back: to read what was kept ends the process, as limits.md says."""
+        self.used: set[str] = set()
+        """The acts of the program so far."""
         self.late = False
         """Whether something is set or armed that is different from plain torch where gradients are kept."""
 
@@ -109,9 +112,10 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
     @rule(act=acts, block=blocks)
     def do(self, act: str, block: int) -> None:
         is_late = self.is_late(act) and (self.keeps or not self.syncs)
-        is_late |= self.keeps_unsharded and act == PUT_BACK
+        is_late |= (self.keeps_unsharded and act == PUT_BACK) or self.counts_padding(act)
         if not is_late and not any(differs(act, moment, self.door, self.size) for moment in self.moments()):
             self.program.append(Do(act, block))
+            self.used.add(act)
             self.late |= self.is_late(act)
             self.keeps |= act == BACKWARD and not self.syncs
 
@@ -128,11 +132,13 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         # torch fails to detach a DTensor in inference mode, in which the act may come
         known = known or (self.door == "fully_shard" and act == DETACHED)
         known = known or (act == PUT_BACK and self.keeps_unsharded) or (act == KEEP and self.puts_back)
+        known = known or self.counts_padding(act)
         # a forward inside a forward of the same unit fails there
         known = known or (self.door == "fairscale" and act == ONE_MODULE and moment in INSIDE)
         self.nests, self.looks = self.nests or nests, self.looks or looks
         if not known and has_moment(moment, self.door, self.size):
             self.program.append(Arm(moment, act, block))
+            self.used.add(act)
             self.late |= self.is_late(act)
             self.goes_back |= act == BACKWARD
             self.keeps_unsharded |= act == KEEP
@@ -146,6 +152,10 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
     def is_late(self, act: str) -> bool:
         """Whether an act, or what it sets, is different from plain torch where gradients are kept."""
         return act == POST_HOOK or differs(act, "between micro-batches", self.door, self.size)
+
+    def counts_padding(self, act: str) -> bool:
+        """Whether with this act a norm counts ones in the padding of a flat shard, as it does in fairscale."""
+        return self.door == "fairscale" and {act, *self.used} >= {ONES, CLIP}
 
     def moments(self) -> set[str]:
         """What the moment is called in the table. Several may come together."""

@@ -73,6 +73,11 @@ FOUND: dict[str, tuple[Program, str, int]] = {
         "FULL_SHARD",
         2,
     ),
+    "an optimizer steps inside a forward whose outputs nobody trains by": (
+        (Forward(9), Backward(9), Arm("in a pre-hook", "optimizer.step()"), Forward(9)),
+        "FULL_SHARD",
+        2,
+    ),
     "a training step inside a forward, with state of the optimizer that was loaded": (
         (
             *(Forward(9), Backward(9), Step(), Arm("in a pre-hook", "save and load the optimizer's state")),

@@ -6,8 +6,8 @@ Rule 3: what it reads it gives to `Player.read`; the values of the plain player 
 """
 
 import copy
+import json
 import os
-import pickle
 import select
 import signal
 from collections.abc import Callable
@@ -561,9 +561,9 @@ def in_a_fork(compute: Callable[[], tuple[Tensor, ...]]) -> list[Tensor]:
     child = os.fork()
     if not child:
         try:
-            os.write(out, pickle.dumps([output.tolist() for output in compute()]))
-        except BaseException as error:
-            os.write(out, pickle.dumps(error if isinstance(error, fsdp.ShardingError) else RuntimeError(repr(error))))
+            os.write(out, json.dumps([None, [output.tolist() for output in compute()]]).encode())
+        except fsdp.ShardingError as refusal:
+            os.write(out, json.dumps([str(refusal), []]).encode())
         finally:
             os._exit(0)
     os.close(out)
@@ -572,11 +572,13 @@ def in_a_fork(compute: Callable[[], tuple[Tensor, ...]]) -> list[Tensor]:
         os.kill(child, signal.SIGKILL)
     with open(into, "rb") as answer:
         said = answer.read()
-    os.waitpid(child, 0)
-    result = pickle.loads(said) if said else TimeoutError("a forked process that calls the model does not answer")
-    if isinstance(result, Exception):
-        raise result
-    return [torch.tensor(values) for values in result]
+    _, status = os.waitpid(child, 0)
+    if not said:
+        raise TimeoutError(f"a forked process that calls the model does not answer: {os.waitstatus_to_exitcode(status)}")
+    refusal, outputs = json.loads(said)
+    if refusal is not None:
+        raise fsdp.ShardingError(refusal)
+    return [torch.tensor(values) for values in outputs]
 
 
 @act("evaluate in inference mode")

@@ -125,7 +125,7 @@ def test_where_names_the_files_and_functions(
     assert "| fsdp/runtime/engine |" in (said := capsys.readouterr().out)
     # what one more tensor costs: `nn.ParameterList` reads it once, autograd calls one hook for it
     calls = {(row["place"], row["function"]): row["calls"] for row in of_one_more(out)}
-    assert calls["torch/nn/modules/container", "__getitem__"] == calls["fsdp/runtime/grad_hooks", "accumulated"] == 1
+    assert calls["torch/nn/modules/container", "__getitem__"] == calls["fsdp/runtime/backward_hooks", "accumulated"] == 1
     assert "ours: " in said and "for one more tensor, from 12 to 16" in said
     assert where.place_of(fsdp.__file__) == "fsdp/__init__"
     assert where.place_of(dist.__file__) == "torch/distributed/__init__"

@@ -3,9 +3,8 @@
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,18 +13,12 @@ import fsdp
 from fsdp.comm.failure.pending_call import PendingCall, Wait
 from fsdp.comm.simulated import SimulatedCommunicator
 from fsdp.debug.dump import DUMP, dump
+from tests.debug.test_error_notes import raising
 from tests.support.processes import Rank, start_rank
 
 
 class Mine(Exception):
     """What the user's code raises."""
-
-
-def raising(error: BaseException) -> Callable[..., None]:
-    def fail(*_: Any) -> None:
-        raise error
-
-    return fail
 
 
 HANGS = """

@@ -9,21 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.accelerator import build
 from tests.support.everything import EVERYTHING
 from tests.support.processes import ROOT, environment
 
 FILES = sorted(path.name for path in (Path(__file__).parent / "on_accelerator").glob("check_*.py"))
 LIMIT = 7200 if EVERYTHING else 900
 """Seconds for one process."""
-
-
-@pytest.fixture(scope="module")
-def compiled() -> Path:
-    """The compiled accelerator, which takes half a minute the first time."""
-    if (why := build.missing()) is not None:
-        pytest.skip(why)
-    return build.compiled_file()
 
 
 @pytest.mark.timeout(LIMIT + 60)

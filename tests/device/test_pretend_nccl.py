@@ -10,22 +10,13 @@ import pytest
 import torch
 
 import fsdp
-from tests.support.accelerator import build
 from tests.support.accelerator.device import Scheduler
 from tests.support.accelerator.pretend_nccl import ENDED_BY_WATCHDOG
 from tests.support.everything import EVERYTHING
 from tests.support.processes import start_rank
 
-pytestmark = pytest.mark.gloo  # it starts processes
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("compiled")]  # it starts processes
 SIZE = 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> Path:
-    """The compiled accelerator, which takes half a minute the first time."""
-    if (why := build.missing()) is not None:
-        pytest.skip(why)
-    return build.compiled_file()
 
 
 def ranks_of(story: str, folder: Path, scheduler: str = "RANDOM") -> tuple[list[int], list[Any], str]:

@@ -81,15 +81,6 @@ def _ended(ranks: list[Rank]) -> Iterator[Rank]:
             return
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """As in the processes: threads sum in an order of their own."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 SIZES = [2, 3] if EVERYTHING else [3]
 
 

@@ -1,7 +1,6 @@
 """One rank abandons a step or dies, over gloo: the others are told who and why, and those that live go on."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +53,6 @@ def run(size: int, folder: Path, *names: str, script: str = "peer_programs") -> 
     assert not any(codes[: size - 1]), "\n".join(printed)
     assert "terminate called" not in "".join(printed)
     return [torch.load(folder / f"{r}.pt", weights_only=False) if (folder / f"{r}.pt").exists() else {} for r in range(size)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """As in the processes: threads sum in an order of their own."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

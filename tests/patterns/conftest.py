@@ -1,23 +1,13 @@
-"""What both worlds share: one thread, little garbage to search; and the processes of the real one."""
+"""What both worlds share: little garbage to search; and the processes of the real one."""
 
 import gc
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-import torch
 
 from tests.patterns.harness import Outcome
 from tests.patterns.processes import SIZES, run_all
-
-
-@pytest.fixture(autouse=True, scope="package")
-def one_thread() -> Iterator[None]:
-    """As in the processes over gloo: threads sum in an order of their own, and cost more than they bring."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True, scope="package")

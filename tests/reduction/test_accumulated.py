@@ -252,3 +252,19 @@ def test_a_kept_gradient_that_one_rank_holds_alone_is_not_scaled_through_data(ra
     model(torch.ones(1, 4)).sum().backward()
     if rank == 2:
         assert torch.equal(gradients_of(model)["bias"], torch.full((4,), 2.0))
+
+
+@pytest.mark.parametrize("options", [{}, {"dtensors": True}, {"sharding_strategy": "NO_SHARD"}], ids=str)
+def test_one_rank_shows_all_that_it_keeps_and_it_may_be_changed(options: dict[str, Any]) -> None:
+    def one_rank(rank: int) -> None:
+        model = fsdp.fully_shard(nn.Linear(4, 4), **options)
+        losses = [model(torch.ones(1, 4)).sum() for _ in range(3)]
+        with fsdp.no_sync(model), torch.no_grad():
+            for count, loss in enumerate(losses[:2], 1):
+                loss.backward()
+                assert torch.equal(fsdp.to_local(model.bias.grad).view(-1), torch.full((4,), float(count)))
+            model.bias.grad.mul_(0.5)
+        losses[2].backward()
+        assert torch.equal(gradients_of(model)["bias"].view(-1), torch.full((4,), 2.0))
+
+    simulate(1, one_rank)

@@ -11,13 +11,13 @@ from state_machine.bucket import (
     BucketEvent,
     BucketKind,
     BucketState,
-    BucketStep,
     UnitEvent,
     UnitState,
     UnitStep,
 )
 from state_machine.bucket_queue import BucketQueue
 from state_machine.explorer.explore_buckets import SCENES, explore_buckets
+from state_machine.machine import Step
 
 A, E, K, S = BucketAction, BucketEvent, BucketKind, BucketState
 
@@ -289,36 +289,36 @@ def test_every_row_was_taken(used: set[tuple[BucketKind, BucketState, BucketEven
     assert used == rows
 
 
-BUGS: Mapping[str, tuple[str, BucketKind, BucketState, BucketEvent, BucketStep, str]] = {
+BUGS: Mapping[str, tuple[str, BucketKind, BucketState, BucketEvent, Step[BucketState, BucketAction], str]] = {
     "an early bucket is waited for": (
-        "early", K.EARLY, S.REDUCING_EARLY, E.MAKE_ROOM, BucketStep(S.REDUCING, (A.WAIT,)),
+        "early", K.EARLY, S.REDUCING_EARLY, E.MAKE_ROOM, Step(S.REDUCING, (A.WAIT,)),
         "a deadlock: rank 0 in land, rank 1 in gather",
     ),
     "nobody looks behind an early bucket": (
-        "early-at-once", K.BEHIND_EARLY, S.REDUCED, E.REMAINDER_TURN, BucketStep(S.REDUCED, (A.LOOK_HERE,)),
+        "early-at-once", K.BEHIND_EARLY, S.REDUCED, E.REMAINDER_TURN, Step(S.REDUCED, (A.LOOK_HERE,)),
         "the ranks launched different reductions",
     ),
     "nobody looks at what was reopened": (
-        "ordinary", K.ORDINARY, S.REDUCED, E.REMAINDER_TURN_CHECKED, BucketStep(S.REDUCED, (A.LOOK_HERE,)),
+        "ordinary", K.ORDINARY, S.REDUCED, E.REMAINDER_TURN_CHECKED, Step(S.REDUCED, (A.LOOK_HERE,)),
         "a deadlock",
     ),
     "a remainder is filled under the first reduction": (
-        "alone-early", K.EARLY, S.REDUCING, E.SOME_RANK_HAS, BucketStep(S.REDUCING_REMAINDER, (A.LAUNCH_REMAINDER,)),
+        "alone-early", K.EARLY, S.REDUCING, E.SOME_RANK_HAS, Step(S.REDUCING_REMAINDER, (A.LAUNCH_REMAINDER,)),
         "a bucket is filled under the reduction that reads it",
     ),
     "a remainder is taken for a first reduction": (
-        "ordinary-kept", K.ORDINARY, S.REDUCED, E.SOME_RANK_HAS, BucketStep(S.REDUCING, (A.LAUNCH_REDUCTION,)),
+        "ordinary-kept", K.ORDINARY, S.REDUCED, E.SOME_RANK_HAS, Step(S.REDUCING, (A.LAUNCH_REDUCTION,)),
         "a gradient that came was not reduced",
     ),
     "what some rank has is passed by": (
-        "ordinary-kept", K.ORDINARY, S.ASKING, E.SOME_RANK_HAS, BucketStep(S.PASSED, (A.MARK,)),
+        "ordinary-kept", K.ORDINARY, S.ASKING, E.SOME_RANK_HAS, Step(S.PASSED, (A.MARK,)),
         "what no_sync kept was not reduced",
     ),
     "a bucket is dropped in flight": (
-        "alone", K.ORDINARY, S.REDUCING, E.DRAINED, BucketStep(S.REDUCING), "a legal move was refused",
+        "alone", K.ORDINARY, S.REDUCING, E.DRAINED, Step(S.REDUCING), "a legal move was refused",
     ),
     "the result is forgotten": (
-        "alone-at-end", K.AT_END, S.REDUCED, E.COMMIT, BucketStep(S.EMPTY), "a result is not put into .grad",
+        "alone-at-end", K.AT_END, S.REDUCED, E.COMMIT, Step(S.EMPTY), "a result is not put into .grad",
     ),
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ import pytest
 
 from state_machine.explorer.explore import TREES, explore, run
 from state_machine.explorer.model import Tree
-from state_machine.residency import RESIDENCES, Effect, Request, Residence, ResidencyState
+from state_machine.residency import RESIDENCES, Effect, Request, ResidencyState
 from state_machine.table import BACKWARD, TABLES, BackwardEvent, BackwardState, BackwardStep, ReshardPolicy, Step
 from state_machine.vocabulary import Action, Event, State
 from tests.support.everything import EVERYTHING
@@ -139,7 +139,7 @@ def test_a_planted_bug_is_reported_with_its_shortest_story(bug: str, monkeypatch
 
 
 def test_a_gather_freed_under_its_own_writes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {**RESIDENCES[ResidencyState.UNSHARDING], Request.RESHARD: Residence(ResidencyState.SHARDED, (Effect.FREE_UNSHARDED,))}
+    row = {**RESIDENCES[ResidencyState.UNSHARDING], Request.RESHARD: Step(ResidencyState.SHARDED, (Effect.FREE_UNSHARDED,))}
     monkeypatch.setitem(RESIDENCES, ResidencyState.UNSHARDING, row)  # type: ignore[arg-type]
     assert explore(BY_NAME["alone"]).story[-1] == "=> root: freed memory during an all-gather"
 

@@ -63,7 +63,7 @@ def test_the_core_is_the_engine_without_names_of_others_and_commands(path: str, 
 
 def test_a_step_passes_through_the_engine_and_the_tables_and_no_checkpoint() -> None:
     step = one_step(ROOT)
-    assert {Path("fsdp/runtime/engine.py"), Path("fsdp/params/unit.py"), Path("state_machine/lifecycle.py")} <= step.files
+    assert {Path("fsdp/runtime/passes.py"), Path("fsdp/params/unit.py"), Path("state_machine/machine.py")} <= step.files
     assert step.files <= set(files_of(ROOT)) and len(step.files) < step.calls
     assert not [path for path in step.files if "checkpoint" in path.parts]
 

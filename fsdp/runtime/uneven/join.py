@@ -13,11 +13,11 @@ from fsdp.comm.broadcast_buffers import broadcast_buffers
 from fsdp.config import MeshKind
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import UnitRef, engines_in, unit_ref_of
+from fsdp.runtime.uneven.common_path import CommonPath
 from fsdp.runtime.uneven.join_base import Joined, JoinRules
 from fsdp.runtime.uneven.join_result import SteppedOptimizers, take_over
 from fsdp.runtime.uneven.join_with_last_batch import EvenJoin
 from fsdp.runtime.uneven.join_without_batch import UnevenJoin
-from fsdp.runtime.uneven.uneven_engine import UnevenEngine
 
 
 @contextmanager
@@ -69,15 +69,15 @@ def join(
     root = _root_to_join(model, step, rules)
     engine = root.engine
     joined: Joined
-    if isinstance(engine, UnevenEngine):
+    if isinstance(engine.path, CommonPath):
         if inputs is not None:
             raise ShardingError("join: with uneven_paths=True a rank without a batch computes nothing, so leave inputs out.")
-        joined = UnevenJoin(engine, step, rules)
+        joined = UnevenJoin(engine, engine.path, step, rules)
     else:
         joined = EvenJoin(model, root.hooks, engine, step, inputs, rules)
     with ExitStack() as stack:
         stepped = stack.enter_context(SteppedOptimizers(model)) if step is None else None
-        stack.callback(engine.reducer.set_averaging_ranks, engine.comms.size)
+        stack.callback(engine.reducer.reductions.set_averaging_ranks, engine.comms.size)
         stack.enter_context(joined.connected())
         yield joined
         joined.serve()

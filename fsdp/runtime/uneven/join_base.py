@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fsdp.errors import InputsExhausted, ShardingError, name_ranks
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.hook_actions import PassWatcher
+from fsdp.runtime.path_policy import PassWatcher
 from fsdp.runtime.uneven.data_left import DataLeft, GradVersions, InsideJoin, Next
 
 
@@ -94,6 +94,6 @@ class Joined(PassWatcher, InsideJoin):
             left.refuse_changes(comes)
         self._source = left.ranks[0]
         if not self._rules.divides_by_all_ranks:
-            self._engine.reducer.set_averaging_ranks(len(left.ranks))
+            self._engine.reducer.reductions.set_averaging_ranks(len(left.ranks))
         if self._engine.comms.world_comm.rank in left.finished:
             self._engine.reducer.drop_shard_grads(left.keeps_grads(comes))

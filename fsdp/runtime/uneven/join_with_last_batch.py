@@ -19,7 +19,7 @@ from fsdp.autograd.pytree import tensors_in
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import InputsExhausted, ShardingError
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.hooks import EngineHooks
+from fsdp.runtime.forward_hooks import EngineHooks
 from fsdp.runtime.uneven.data_left import Next, exchange_data_left
 from fsdp.runtime.uneven.join_base import Joined, JoinRules
 

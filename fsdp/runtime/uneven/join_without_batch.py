@@ -9,26 +9,27 @@ gathers already. A backward or step that such a rank ends with the others costs 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from fsdp.runtime.engine import Engine
+from fsdp.runtime.uneven.common_path import CommonPath
 from fsdp.runtime.uneven.join_base import Joined, JoinRules
-from fsdp.runtime.uneven.uneven_engine import UnevenEngine
 from state_machine.paths import Place
 
 
 class UnevenJoin(Joined):
     """The ranks of one root inside a join, some of which may have no data left."""
 
-    def __init__(self, engine: UnevenEngine, step: Callable[[], object] | None, rules: JoinRules) -> None:
+    def __init__(self, engine: Engine, path: CommonPath, step: Callable[[], object] | None, rules: JoinRules) -> None:
         super().__init__(engine, step, rules)
-        self._uneven_engine = engine
+        self._path = path
 
     @contextmanager
     def connected(self) -> Iterator[None]:
         self._engine.set_watcher(self)
-        self._uneven_engine.set_join(self)
+        self._path.set_join(self)
         try:
             yield
         finally:
-            self._uneven_engine.set_join(None)
+            self._path.set_join(None)
             self._engine.set_watcher(None)
 
     def before_forward(self, records_graph: bool) -> None:
@@ -40,9 +41,9 @@ class UnevenJoin(Joined):
     def serve(self) -> None:
         # gradients accumulated under `no_sync`, whose backward will not follow
         self._engine.reducer.forget_kept()
-        while others := self._uneven_engine.meet(Place.NO_DATA) - {Place.NO_DATA}:
+        while others := self._path.meet(Place.NO_DATA) - {Place.NO_DATA}:
             if Place.STEP in others:
                 self._step_with_others()
 
     def _announce_step(self) -> None:
-        self._uneven_engine.meet(Place.STEP)
+        self._path.meet(Place.STEP)

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
-from fsdp.params.versions import all_now
+from fsdp.params.versions import Versions
 
 
 class WeightChanges:
@@ -54,7 +54,7 @@ class WeightChanges:
         self._seen = None
 
     def _now(self) -> list[int]:
-        return list(map(add, all_now(self._versions), self._fused))
+        return list(map(add, map(Versions.now, self._versions), self._fused))
 
     def _on_step(self, optimizer: Optimizer) -> None:
         stepped = {id(p) for group in optimizer.param_groups if group.get("fused") for p in group["params"]}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.runtime.engine import Engine
+from fsdp.runtime.passes import Passes
 from tests.device.test_races import BLOCKS, OPTIONS, STRATEGIES
 from tests.support.accelerator.device import NAME, Scheduler, failing_allocation, host_waits, load
 from tests.support.accelerator.stories import STORIES, first_difference, on_accelerator, on_host
@@ -171,13 +172,13 @@ def test_nothing_begins_while_autograd_cleans_up_after_a_backward(
     follows: Callable[[nn.Module], None] | None, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Autograd's thread for a device drops a failed backward when the program goes on already. The clean-up is slow here."""
-    clean_up, notify, begun = Engine.on_backward_failed, Engine.notify_peers, [threading.Event(), threading.Event()]
+    clean_up, notify, begun = Passes.on_backward_failed, Engine.notify_peers, [threading.Event(), threading.Event()]
 
-    def clean_up_late(engine: Engine) -> None:
+    def clean_up_late(passes: Passes) -> None:
         if isinstance(threading.current_thread(), threading._DummyThread):
-            begun[engine.comms.world_comm.rank].set()
+            begun[passes.engine.comms.world_comm.rank].set()
             time.sleep(0.05)
-        clean_up(engine)
+        clean_up(passes)
 
     def notify_late(engine: Engine, *args: Any) -> None:
         if isinstance(threading.current_thread(), threading._DummyThread):
@@ -203,7 +204,7 @@ def test_nothing_begins_while_autograd_cleans_up_after_a_backward(
         return {name: value.cpu() for name, value in found.items()}
 
     wanted = fsdp.simulate(2, lambda rank: weights(rank, "cpu", False))
-    monkeypatch.setattr(Engine, "on_backward_failed", clean_up_late)
+    monkeypatch.setattr(Passes, "on_backward_failed", clean_up_late)
     monkeypatch.setattr(Engine, "notify_peers", notify_late)
     found = run(2, lambda rank: weights(rank, f"{NAME}:{rank}", True), Scheduler.RANDOM, seed)
     assert first_difference(found, wanted) is None

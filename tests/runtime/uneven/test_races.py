@@ -82,7 +82,7 @@ def test_a_race_is_found_when_any_wait_of_this_package_is_left_out() -> None:
     sites = [
         site
         for site in harness_of(different_paths, "HYBRID_SHARD").sites
-        if site.where.startswith(("GatherOrder", "UnevenEngine")) and site.what != "gathering"
+        if site.where.startswith(("GatherOrder", "CommonPath")) and site.what != "gathering"
     ]
     assert len(sites) == 5, sites
     assert not [site for site in sites if not harness_of(different_paths, "HYBRID_SHARD", site).races]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp.comm.work import Work
 from fsdp.reduction.in_flight import ReductionQueue
-from fsdp.runtime.engine import Engine
+from fsdp.runtime.passes import Passes
 from tests.device.test_races import BF16, HALF, STRATEGIES, Broken, batch, net, reduced_part, sgd
 from tests.support.accelerator.device import NAME, Scheduler
 from tests.support.accelerator.world import run
@@ -66,16 +66,16 @@ def cleaned_up_elsewhere() -> Iterator[dict[int, Failed]]:
     current, and the program may go on meanwhile. Which one it is depends on chance, so here both do it like the latter.
     """
     found: dict[int, Failed] = {}
-    clean_up, drain = Engine.on_backward_failed, ReductionQueue.drain
+    clean_up, drain = Passes.on_backward_failed, ReductionQueue.drain
 
-    def on_default_stream(engine: Engine) -> None:
-        device = engine.units[0].device
+    def on_default_stream(passes: Passes) -> None:
+        device = passes.engine.units[0].device
         if device.type != NAME:
-            clean_up(engine)
+            clean_up(passes)
             return
         module = torch.get_device_module(device)
         with module.stream(module.default_stream(device)):
-            clean_up(engine)
+            clean_up(passes)
         found[device.index].cleaned_up.set()
 
     def noted(queue: ReductionQueue, others: Sequence[Work]) -> None:
@@ -85,7 +85,7 @@ def cleaned_up_elsewhere() -> Iterator[dict[int, Failed]]:
                 found[one.output.device.index].addresses.update(tensor.data_ptr() for tensor in used)
         drain(queue, others)
 
-    with mock.patch.object(Engine, "on_backward_failed", on_default_stream), mock.patch.object(ReductionQueue, "drain", noted):
+    with mock.patch.object(Passes, "on_backward_failed", on_default_stream), mock.patch.object(ReductionQueue, "drain", noted):
         yield found
 
 

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp.comm.simulated import simulate
+from fsdp.runtime.forward_hooks import SideOutputs
 from fsdp.runtime.registry import unit_ref_of
-from fsdp.runtime.side_outputs import SideOutputs
 from tests.support.models import Block, assert_close, gradients_of, is_at_rest, join, loss_of, units_of
 from tests.support.ranks import on_ranks
 

@@ -1,68 +1,54 @@
-"""The engine of a root whose ranks may go different ways.
+"""The path policy of a root whose ranks may go different ways.
 
-It differs from `Engine` in three things. Gathers and prefetch follow the common order (`GatherOrder`). A backward that reduces
-begins its reductions when all ranks have come to its end, where each knows what every rank has. And nothing is asked of other
-ranks at the begin of a pass, which some ranks may leave out.
+It differs from `PathPolicy` in three things. Gathers and prefetch follow the common order (`GatherOrder`). A backward that
+reduces begins its reductions when all ranks have come to its end, where each knows what every rank has. And nothing is asked of
+other ranks at the begin of a pass, which some ranks may leave out.
 """
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
 from torch import nn
 
-from fsdp.comm.context import CommContext
-from fsdp.debug.error_notes import add_note
-from fsdp.device.storage import MemoryTracker
-from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError, name_ranks
 from fsdp.params.flat_buffer import FlatBuffer
-from fsdp.params.unit import Unit
 from fsdp.params.use_outside_forward import backward_without_a_loss
 from fsdp.runtime.engine import Engine
+from fsdp.runtime.path_policy import PathPolicy
 from fsdp.runtime.prefetch import PassSchedules, PrefetchSchedule
 from fsdp.runtime.registry import collective_call, engines_in, refuse_unless_resting
 from fsdp.runtime.uneven.data_left import InsideJoin, Next, exchange_data_left
 from fsdp.runtime.uneven.gather_order import Combine, GatherOrder
-from state_machine import Action, BackwardEvent, Event
+from state_machine import Event
 from state_machine.paths import Phase, Place, Places
 
 
-class UnevenEngine(Engine):
-    """Moves the units of one root through their lifecycles, in an order of gathers that all ranks know."""
+class CommonPath(PathPolicy):
+    """The path of the ranks of one root: an order of gathers that all of them know."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        descendants: Sequence[frozenset[int]],
-        comms: CommContext,
-        streams: Streams,
-        tracker: MemoryTracker,
-    ) -> None:
-        super().__init__(units, descendants, comms, streams, tracker)
-        self._pass_phase = Phase.FORWARD
+    same_for_all = False
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._order = GatherOrder(engine.units, engine.comms, engine.streams, engine.tracker, engine.reducer.used_params.combine)
+        schedule = CommonSchedule(self, self._order, engine.units[0].config.prefetch)
+        super().__init__(PassSchedules(schedule, schedule), _keep_until_the_end)
+        self._forward_phase = Phase.FORWARD
         """The phase of the forward of the root that runs, or ran last."""
-        self._order = GatherOrder(units, comms, streams, tracker, self.reducer.combine)
-        self.schedules = CommonSchedules(self, self._order, units[0].config.prefetch)
-        self._schedule = self.schedules.forward
         self._join: InsideJoin | None = None
         """Set inside `fsdp.join`."""
-        self._has_met = False
-        self._action_handlers[Action.REDUCE_GRADS] = self._keep_until_the_end
-        self.reducer.set_meeting(self._end_backward)
-        for unit in units:
+        self.has_met = False
+        """Whether the ranks have met before the backward that runs, which is that of a rank that has no data left."""
+        engine.reducer.set_meeting(self._meet_at_end_of_backward)
+        for unit in engine.units:
             unit.set_before_copy(self._before_copy)
 
     @property
     def phase(self) -> Phase:
         """The part of a step that runs."""
-        return Phase.BACKWARD if self.root.in_backward else self._pass_phase
-
-    @property
-    def has_met(self) -> bool:
-        """Whether the ranks have met before the backward that runs, which is that of a rank that has no data left."""
-        return self._has_met
+        return Phase.BACKWARD if self._engine.root.in_backward else self._forward_phase
 
     def set_join(self, join: InsideJoin | None) -> None:
         """From now on, call `join` where some ranks have no data left: at the end of a backward, and before a step."""
@@ -73,81 +59,82 @@ class UnevenEngine(Engine):
 
         `NO_DATA`: until they end anything. If that is a backward, this rank ends it with them, with zeros for its gradients.
         """
+        engine = self._engine
         self._forget_if_abandoned()
-        self.streams.pass_begins()  # an optimizer may have stepped since the last pass
+        engine.streams.pass_begins()  # an optimizer may have stepped since the last pass
         try:
             places = self._order.finish(place)
             self._exchange_data_left(places, has_data=place is not Place.NO_DATA)
         except BaseException as failure:
-            add_note(failure, self.snapshot, 0, ours=True)
-            self.abandon_step(failure, 0)
+            engine.fail(failure, 0)
             raise
         if Place.END_OF_BACKWARD in places:
-            synchronises, self._has_met = self.synchronises, True
-            self.set_synchronises(True)  # as it does on the other ranks
+            synchronises, self.has_met = engine.synchronises, True
+            engine.set_synchronises(True)  # as it does on the other ranks
             try:
                 self.empty_backward()
             finally:
-                self._has_met = False
-                self.set_synchronises(synchronises)
+                self.has_met = False
+                engine.set_synchronises(synchronises)
         return places
 
     def empty_backward(self) -> None:
         """Run a backward that reaches no unit."""
         self._forget_if_abandoned()
-        backward_without_a_loss(partial(self.on_event, 0, Event.EXTERNAL_GRAD))
+        backward_without_a_loss(partial(self._engine.on_event, 0, Event.EXTERNAL_GRAD))
 
     def _forget_if_abandoned(self) -> None:
         """What a forward would begin with: another model on the same communicators may have abandoned a step."""
-        if self.pending_backward.was_abandoned():
+        if self._engine.pending_backward.was_abandoned():
             self.schedules.forget()
 
-    def post_forward(self, index: int, event: Event) -> None:
-        super().post_forward(index, event)
-        if event is Event.FORWARD_FAILED:
-            self._drain_failed_step()
-        elif not self._forward_stack:
-            try:
-                if self._pass_phase is Phase.FORWARD and event is Event.POST_FORWARD:
-                    self._order.forward_ends()
-            except BaseException as failure:
-                add_note(failure, self.snapshot, index, ours=True)
-                self.abandon_step(failure, index)
-                raise
-            self._drain(index)
+    # what the passes ask ------------------------------------------------------------------
 
-    def close_backward(self, event: BackwardEvent) -> bool:
-        if self.root.in_backward:
-            if event in (BackwardEvent.CALLBACK_RUNS, BackwardEvent.CALLBACK_RUNS_INSIDE):
-                # before gradients are put where the user sees them; one that reduces nothing does not meet, which would drain
-                self._drain(0)
-            else:
-                self._drain_failed_step()
-        return super().close_backward(event)
-
-    def _prepare_pass(self) -> None:
-        self._pass_phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
+    def forward_begins(self, records_graph: bool) -> None:
+        self._forward_phase = Phase.FORWARD if records_graph else Phase.EVALUATION
         # other ranks may run no forward now, so none is announced
-        self.pending_backward.expect(False)
-        super()._prepare_pass()
-        for unit in self.units:
+        self._engine.pending_backward.expect(False)
+        for unit in self._engine.units:
             unit.sync_requires_grad()
 
-    def _all_gather(self, index: int) -> None:
+    def before_gather(self, index: int) -> None:
         self._order.before_gather(index, self.phase)
-        super()._all_gather(index)
+
+    def forward_ends(self, index: int, makes_graph: bool) -> None:
+        with self._failing(index):
+            if makes_graph and self._forward_phase is Phase.FORWARD:
+                self._order.forward_ends()
+            self._order.drain()
+
+    def backward_ends(self, succeeds: bool) -> None:
+        if not succeeds:
+            self.step_failed()
+            return
+        # before gradients are put where the user sees them; one that reduces nothing does not meet, which would drain
+        with self._failing(0):
+            self._order.drain()
+
+    def step_failed(self) -> None:
+        with suppress(Exception):  # it fails with the step
+            self._order.drain()
+
+    @contextmanager
+    def _failing(self, index: int) -> Iterator[None]:
+        """Abandon the step if what runs inside fails."""
+        try:
+            yield
+        except BaseException as failure:
+            self._engine.fail(failure, index)
+            raise
 
     def _before_copy(self, flat: FlatBuffer, dtype: torch.dtype) -> None:
-        if self.root.at_rest:
-            self.streams.pass_begins()
+        if self._engine.root.at_rest:
+            self._engine.streams.pass_begins()
             self._order.note_changes()
         self._order.before_copy(flat, dtype, self.phase)
 
-    def _keep_until_the_end(self, index: int) -> None:
-        """The gradients of a unit are complete on this rank. On another one they may come later, or not at all."""
-
-    def _end_backward(self, combine: Combine) -> bool:
-        if self._has_met:
+    def _meet_at_end_of_backward(self, combine: Combine) -> bool:
+        if self.has_met:
             return False
         self._exchange_data_left(self._order.finish(Place.END_OF_BACKWARD, combine), has_data=True)
         return True
@@ -160,8 +147,8 @@ class UnevenEngine(Engine):
         """
         if Place.NO_DATA not in places or not places & {Place.END_OF_BACKWARD, Place.STEP}:
             return
-        join, world_comm, device = self._join, self.comms.world_comm, self.units[0].device
-        left = exchange_data_left(self.reducer, world_comm, device, has_data=has_data, join=join)
+        engine, join = self._engine, self._join
+        left = exchange_data_left(engine.reducer, engine.comms.world_comm, engine.units[0].device, has_data=has_data, join=join)
         if outside := [rank for rank, other in enumerate(left.states) if not other.is_joined]:
             raise ShardingError(
                 f"a rank has no data left and waits at the end of fsdp.join, and {name_ranks(outside)} ended a backward outside "
@@ -170,56 +157,37 @@ class UnevenEngine(Engine):
         assert join is not None, "a rank outside of fsdp.join was refused"
         join.on_data_left(left, Next.BACKWARD if Place.END_OF_BACKWARD in places else Next.STEP)
 
-    def _reset_step(self) -> None:
-        super()._reset_step()
-        self._drain_failed_step()
 
-    def _drain(self, index: int) -> None:
-        try:
-            self._order.drain()
-        except BaseException as failure:
-            add_note(failure, self.snapshot, index, ours=True)
-            self.abandon_step(failure, index)
-            raise
-
-    def _drain_failed_step(self) -> None:
-        with suppress(Exception):  # it fails with the step
-            self._order.drain()
+def _keep_until_the_end(index: int) -> None:
+    """The gradients of a unit are complete on this rank. On another one they may come later, or not at all."""
 
 
 class CommonSchedule(PrefetchSchedule):
     """Prefetches what comes next in the order of all ranks."""
 
-    __slots__ = ("_engine", "_order")
+    __slots__ = ("_order", "_path")
 
-    def __init__(self, engine: UnevenEngine, order: GatherOrder, depth: int) -> None:
+    def __init__(self, path: CommonPath, order: GatherOrder, depth: int) -> None:
         super().__init__(depth)
-        self._engine = engine
+        self._path = path
         self._order = order
 
     def give(self, unit: int, ahead: Sequence[int]) -> None:
         raise ShardingError("uneven_paths: the order of gathers is common to all ranks, so what is prefetched cannot be given.")
 
     def begin(self) -> Sequence[int]:
-        self._order.pass_begins(self._engine.phase)
-        if self._engine.has_met:
+        self._order.pass_begins(self._path.phase)
+        if self._path.has_met:
             return ()  # the ranks are at the end of this backward already
-        return self._order.ahead(self._engine.phase, self.depth)
+        return self._order.ahead(self._path.phase, self.depth)
 
     def forget(self) -> None:
         self._order.forget()
 
     def needed(self, unit: int) -> Sequence[int]:
-        phase = self._engine.phase
+        phase = self._path.phase
         self._order.needed(unit, phase)
         return self._order.ahead(phase, self.depth)
-
-
-class CommonSchedules(PassSchedules):
-    """The schedules of a root whose ranks go different ways: one for both passes."""
-
-    def __init__(self, engine: UnevenEngine, order: GatherOrder, depth: int) -> None:
-        self.forward = self.backward = CommonSchedule(engine, order, depth)
 
 
 @collective_call
@@ -237,13 +205,13 @@ def empty_backward(model: nn.Module) -> None:
     """
     for engine in engines_in(model, "empty_backward"):
         refuse_unless_resting("empty_backward", engine)
-        if not isinstance(engine, UnevenEngine):
+        if not isinstance(engine.path, CommonPath):
             raise ShardingError(
                 "empty_backward: all ranks of this model compute the same, so none can leave a backward out; pass "
                 "uneven_paths=True, or train inside fsdp.join."
             )
         if engine.synchronises:
-            engine.empty_backward()
+            engine.path.empty_backward()
 
 
 @collective_call
@@ -263,6 +231,6 @@ def meet(model: nn.Module) -> None:
     """
     for engine in engines_in(model, "meet"):
         refuse_unless_resting("meet", engine)
-        if not isinstance(engine, UnevenEngine):
+        if not isinstance(engine.path, CommonPath):
             raise ShardingError("meet: ranks of this model take the same path, so they need not meet; pass uneven_paths=True.")
-        engine.meet()
+        engine.path.meet()

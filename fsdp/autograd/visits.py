@@ -1,8 +1,28 @@
-"""The autograd nodes where a backward enters and leaves the calls of units, and the one hook on each of them.
+"""The calls of units, and what a backward does in them: the nodes where it enters and leaves, and whether it is done.
 
 [Note: views]
 If a call returns a view, the pre-backward hook is on the node of the view's *base*. An in-place update of the view gives the
 view a new node, and a hook on the old node would never run.
+
+[Note: when a unit is done with its parameters]
+Arrived gradients do not prove it. A frozen weight beside trainable ones, or a detached use of a weight, is read by backward
+nodes on which no gradient of a parameter depends. So a unit waits until autograd leaves it: until autograd is about to run
+the nodes that made the inputs of each call. A unit waits for the end of the backward if its inputs need no gradient, or if
+it has inner units, because autograd can leave it through any of those.
+
+[Note: what other ranks know]
+Reductions may be launched early, and parameters that may be gathered again may be released early, only at a moment that
+every rank reaches. Otherwise one rank waits for a reduction while a peer waits for a gather. Ranks may get different
+gradients (a parameter may be unused on one of them), so gradients are not counted. The path of autograd through the calls is
+the same on all ranks. When every call on it has been left through nodes inside the graph, all gradients have arrived,
+because autograd runs later nodes first and accumulates at once. The unit is then ready, with zeros for missing gradients.
+The inputs of a reentrant recompute are leaves, whose gradients are accumulated at any time. There the unit is ready at the
+end of the graph task of the checkpoint.
+
+[Note: second backwards]
+A backward with create_graph=True makes nodes that read the unit's parameters again. It is unknown when the last of them
+runs, and where they lead in the graph of the forward. So a unit that is reached through them waits for the end of the
+backward.
 """
 
 import sys
@@ -14,6 +34,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from fsdp.autograd.pytree import tensors_in
 
@@ -26,9 +47,12 @@ class ForwardCall:
 
     __slots__ = (
         *("carried", "gradients", "guard", "handled", "input_nodes", "nested", "outputs", "path", "records", "refused", "taken"),
+        "unit",
     )
 
-    def __init__(self, recompute: bool, inputs: Sequence[Tensor], innermost: bool, versions: int) -> None:
+    def __init__(self, unit: int, recompute: bool, inputs: Sequence[Tensor], innermost: bool, versions: int) -> None:
+        self.unit = unit
+        """The number of the unit in its root."""
         self.input_nodes = nodes_of(inputs)
         """The distinct nodes behind the inputs. For a leaf it is the node that accumulates its gradient."""
         # autograd can leave a unit with inner units through any of those, so its inputs say nothing
@@ -61,13 +85,10 @@ class ForwardCall:
         """Keep what the unsharded parameters have in `.grad`."""
         self.gradients = gradients
 
-    def carry(self, tensors: list[weakref.ref[Tensor]]) -> None:
-        """Keep what the user's hooks had captured in an enclosing call."""
-        self.carried = tensors
-
-    def accept(self) -> None:
-        """The pre-forward hook has succeeded."""
+    def accept(self, carried: list[weakref.ref[Tensor]]) -> None:
+        """The pre-forward hook has succeeded. `carried`: what the user's hooks had captured in an enclosing call."""
         self.refused = False
+        self.carried = carried
 
     def set_guard(self, guard: Any) -> None:
         """Set the guard of the call, in guard mode."""
@@ -145,8 +166,9 @@ class BackwardPath:
         """The call has changed so many of the unit's parameters in place."""
         self.versions += count
 
-    def set_enclosing(self, enclosing: "Sequence[tuple[Any, BackwardPath]]") -> None:
-        """Record the calls around this one."""
+    def set_ends(self, outputs: Endpoints, enclosing: "Sequence[tuple[Any, BackwardPath]]") -> None:
+        """The call has returned these outputs, inside these calls."""
+        self.endpoints += outputs
         self.enclosing = enclosing
 
     def enter_from_inner_unit(self, backward: int) -> None:
@@ -183,6 +205,131 @@ class BackwardPath:
         if self._backward == backward:
             return self._left_in == backward
         return not any(map(torch._C._will_engine_execute_node, self.input_nodes))
+
+
+class Visit:
+    """What one backward does in one unit: gradients that arrived, calls that autograd entered and has not left.
+
+    Invariants: at rest nothing is recorded but the paths of calls. A visit in which a backward has recorded something is in
+    `visited`, and whoever ends the backward resets it.
+    """
+
+    __slots__ = (
+        *("_is_recorded", "_open_calls", "_paths", "_via_second_graph", "_visited", "backward", "endpoint_handles", "entered"),
+        *("has_grad", "lost_act", "tasks"),
+    )
+
+    def __init__(self, visited: "list[Visit]") -> None:
+        """`visited`: the visits of all units of the root in which the backward that runs has recorded something."""
+        self._visited = visited
+        self._is_recorded = False
+        """Whether this visit is in `visited`."""
+        self.backward = 1
+        """The number of this backward, or of the next one."""
+        self._paths: list[weakref.ref[BackwardPath]] = []
+        """The paths that were alive when the last call returned."""
+        self.entered = False
+        """Whether this backward has reached the unit."""
+        self._via_second_graph = False
+        """Whether this backward has reached the unit through nodes that an earlier backward made."""
+        self.has_grad = False
+        """Whether a gradient has arrived that is neither reduced nor accumulated yet."""
+        self._open_calls = 0
+        """Calls that this backward has entered and not left."""
+        self.lost_act: Exception | None = None
+        """What the user did in a recompute of this backward that torch stopped early; raised at the first gradient."""
+        self.tasks: set[int] = set()
+        """The graph tasks of reentrant checkpoints at whose end the unit may be ready."""
+        self.endpoint_handles: dict[int, RemovableHandle] = {}
+        """The hooks of this backward on endpoints of the paths, by the id of the tensor."""
+
+    def reset(self) -> None:
+        """The backward is over: record for the next one."""
+        self.backward += 1
+        self._is_recorded = self.entered = self._via_second_graph = self.has_grad = False
+        self._open_calls = 0
+        self.lost_act = None
+        self.tasks.clear()
+        for handle in self.endpoint_handles.values():
+            handle.remove()
+        self.endpoint_handles.clear()
+
+    def _record(self) -> None:
+        if not self._is_recorded:
+            self._is_recorded = True
+            self._visited.append(self)
+
+    def add_grad(self) -> None:
+        """Record that a gradient has arrived."""
+        self._record()
+        self.has_grad = True
+
+    def take_grads(self) -> None:
+        """Record that all gradients that have arrived are handed to the reducer."""
+        self.has_grad = False
+
+    def add_lost_act(self, act: Exception | None) -> None:
+        """Record what the user did in a recompute that ends by an exception, in whose place no other can be raised."""
+        self._record()
+        self.lost_act = act
+
+    def add_path(self, path: BackwardPath, on_freed: Callable[[weakref.ref[BackwardPath]], None]) -> None:
+        """Follow the path through a call that has returned. `on_freed` is called when its graph is freed."""
+        self._paths = [reference for reference in self._paths if reference() is not None]
+        self._paths.append(weakref.ref(path, on_freed))
+
+    def reach(self, path: BackwardPath) -> None:
+        """Record that autograd is about to enter a call."""
+        self._record()
+        self.entered = True
+        if path.enter(self.backward):
+            self._open_calls += 1
+
+    def reach_again(self) -> None:
+        """Record that autograd is about to run nodes that belong to no followed path, such as those of a second graph."""
+        self._record()
+        self.entered = self._via_second_graph = True
+
+    def leave(self, path: BackwardPath) -> bool:
+        """Record that autograd is about to run a node behind an input of a call.
+
+        Returns whether autograd has left the call with that. Never true after `reach_again`.
+        """
+        if not path.leave(self.backward):
+            return False
+        self._open_calls -= 1
+        return not self._via_second_graph
+
+    def is_ready(self) -> bool:
+        """Whether autograd has left every call that this backward enters."""
+        return not self._open_calls and all([path.is_over(self.backward) for path in self.living_paths()])
+
+    def is_ready_after_checkpoint(self) -> bool:
+        """Whether the unit is ready at the end of the graph task of a reentrant checkpoint, which ends all calls in it."""
+        return not self._open_calls and not self._via_second_graph
+
+    def living_paths(self) -> list[BackwardPath]:
+        """The paths whose graph, or that of a nested call, is alive."""
+        return [path for reference in self._paths if (path := reference()) is not None]
+
+
+class Pass:
+    """One forward of a root, or one backward, while it runs. It is dropped at its end, and when it fails."""
+
+    __slots__ = ("calls", "failed_unit", "graph_task")
+
+    def __init__(self, graph_task: int = -1) -> None:
+        self.calls: list[ForwardCall] = []
+        """The calls of units that run, outermost first. In a backward these are recomputes."""
+        self.failed_unit = 0
+        """The unit whose forward failed first."""
+        self.graph_task = graph_task
+        """Of a backward: the graph task in which the first unit joined."""
+
+    def end(self, call: ForwardCall) -> None:
+        """A call ends, and with it those inside it that ended unnoticed."""
+        if call in self.calls:
+            del self.calls[self.calls.index(call) :]
 
 
 class NodePrehook:

@@ -1,0 +1,318 @@
+"""The forward hooks of every unit, and the calls that they make to the passes. backward_hooks.py has those of a backward."""
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import chain
+from os import getpid
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fsdp.autograd.dynamo import uncompiled
+from fsdp.autograd.frames import in_backward, times_running
+from fsdp.autograd.pytree import Attributes, cast_floating, modules_within, tensors_in
+from fsdp.autograd.visits import ForwardCall, grad_inputs
+from fsdp.debug.guard import Guard
+from fsdp.device.storage import storage_key
+from fsdp.errors import ShardingError
+from fsdp.params.shown_params import in_grad_hook
+from fsdp.runtime.backward_hooks import AccumulateGradChecks, BackwardHooks
+from fsdp.runtime.passes import Passes
+from fsdp.runtime.refuse_copy import RefuseCopy
+from state_machine import Event
+
+_CONTAINERS: Final = frozenset({list, dict})
+"""The classes of attributes that are searched for tensors."""
+
+
+class EngineHooks:
+    """The hooks of all units of one engine."""
+
+    def __init__(self, passes: Passes) -> None:
+        engine = passes.engine
+        self._forward: list[ForwardHooks] = []
+        self._backward = [BackwardHooks(passes, index) for index in range(len(engine.units))]
+        enclosing: list[list[ForwardHooks]] = [[] for _ in engine.units]
+        modules = {id(module) for unit in engine.units for module in unit.modules}
+        for index, inside in enumerate(engine.descendants):  # outer units come first
+            self._forward.append(ForwardHooks(passes, index, self._backward[index], enclosing[index], modules))
+            for inner in inside:
+                enclosing[inner].append(self._forward[index])
+        outer = [hooks for index, hooks in enumerate(self._backward) if engine.descendants[index]]
+        for hooks in self._backward:
+            hooks.set_outer(outer)
+
+    def remove(self) -> None:
+        """Remove every hook."""
+        for forward, backward in zip(self._forward, self._backward, strict=True):
+            forward.remove()
+            backward.remove()
+
+    def run_as_forward(self, index: int, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of a unit as if it were its forward."""
+        return self._forward[index].run_as_forward(method, args, kwargs)
+
+    def on_call(self, callback: Callable[..., None]) -> RemovableHandle:
+        """Call `callback` before each forward of the root, with the module, args and kwargs."""
+        return self._forward[0].module.register_forward_pre_hook(callback, prepend=True, with_kwargs=True)
+
+
+class ForwardHooks(RefuseCopy):
+    """The forward hooks of one unit. They call the stages of the passes."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        index: int,
+        backward: BackwardHooks,
+        enclosing: "Sequence[ForwardHooks]",
+        modules_of_units: set[int],
+    ) -> None:
+        engine = passes.engine
+        super().__init__(engine.units[index])
+        self._passes = passes
+        self._engine = engine
+        self._index = index
+        self._backward = backward
+        self._enclosing = enclosing
+        self._innermost = not engine.descendants[index]
+        self._input_dtype = self._unit.config.mp_policy.input_dtype(is_root=index == 0)
+        self._process = getpid()
+        self._calls: list[ForwardCall] = []
+        members = self._unit.modules
+        self._side_outputs = SideOutputs(members, [one for module in members for one in modules_within(module, modules_of_units)])
+        self._accumulate_grad_checks = AccumulateGradChecks(self._unit)
+        self._handles: list[RemovableHandle] = []
+        for module in members:
+            self._handles.append(module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._post_forward, always_call=True))
+
+    @property
+    def module(self) -> nn.Module:
+        """The module of the unit."""
+        return self._unit.module
+
+    def remove(self) -> None:
+        """Remove the hooks of the unit."""
+        self._side_outputs.remove()
+        self._accumulate_grad_checks.remove()
+        for handle in self._handles:
+            handle.remove()
+
+    def run_as_forward(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the unit between its forward hooks."""
+        module = self._unit.module
+        args, kwargs = self._pre_forward(module, args, kwargs) or (args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except Exception:
+            self._post_forward(module, args, None)
+            raise
+        except BaseException as failure:
+            self._engine.note(failure)
+            self._engine.abandon_step(failure)
+            raise
+        changed = self._post_forward(module, args, output)
+        return output if changed is None else changed
+
+    @uncompiled
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getpid() != self._process:
+            self._unit.refuse_forked()
+        inputs = grad_inputs(args, kwargs) if torch.is_grad_enabled() else ()
+        recompute = in_backward() and not in_grad_hook()
+        call = ForwardCall(self._index, recompute, inputs, self._innermost, self._unit.versions.forward_begins())
+        if self._calls and not call.path.recompute and self._is_nested(call):
+            call.nest_in(self._calls[-1])
+        self._calls.append(call)
+        if self._engine.reducer.runs_grad_hooks:
+            self._engine.refuse_in_grad_hook(f"a forward of unit {self._unit.name!r}")
+        carried: list[weakref.ref[Tensor]] = []
+        if not call.nested:  # a nested call is a part of the call around it
+            carried = self._side_outputs.begin()
+            if call.path.recompute:
+                self._passes.pre_recompute(call)
+            else:
+                self._accumulate_grad_checks.check()
+                self._passes.pre_forward(call)
+                if self._unit.has_replaced:
+                    call.path.set_versions(self._unit.versions.forward_begins())
+            if call.path.recompute or self._engine.splits_backward:
+                call.keep_gradients(self._unit.unsharded_grads())
+        call.accept(carried)
+        unsharded = self._engine.is_unsharded(self._index)
+        if unsharded:
+            self._unit.stop_intercepting()
+            if self._unit.config.guard and not call.nested:
+                call.set_guard(Guard(self._unit))
+        if (dtype := self._input_dtype) is None or not unsharded:
+            return None
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+    @uncompiled
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self._calls:
+            return None  # a pre-hook before ours has failed
+        call = self._calls[-1]
+        if call.refused or call.nested:
+            self._calls.pop()
+            return None
+        recompute = call.path.recompute
+        if call.guard is not None:
+            call.guard.end()
+        try:
+            passing = sys.exc_info()[1]
+            if passing is not None and passing is not call.handled:
+                if getpid() != self._process:
+                    return None  # what the rank itself does is not over; this process was forked from it
+                # torch can stop a recompute early by an exception, in whose place no other can be raised
+                if recompute:
+                    self._unit.write_back_inplace_of_recompute()
+                    try:
+                        self._unit.refuse_lost_acts(call.gradients)
+                    except ShardingError as refusal:
+                        self._backward.visit.add_lost_act(refusal)
+                else:
+                    self._engine.note(passing, self._index)
+                    self._undo(call, passing)
+                    self._passes.post_forward(call, Event.FORWARD_FAILED)
+                return None
+            try:
+                if call.guard is not None:
+                    call.guard.refuse_hidden_updates()
+                if recompute:
+                    self._unit.write_back_inplace_of_recompute()
+                else:
+                    call.path.add_updates(self._unit.write_back_inplace())
+                    if self._engine.is_unsharded(self._index):
+                        self._unit.refuse_changed()
+                self._unit.refuse_lost_acts(call.gradients)
+                self._find_outputs(call, output)
+            except ShardingError as refusal:
+                self._engine.note(refusal, self._index)
+                self._undo(call, refusal)
+                if not recompute:
+                    self._passes.post_forward(call, Event.FORWARD_FAILED)
+                raise
+            if recompute:
+                self._passes.post_recompute(call)
+            else:
+                self._passes.post_forward(call, Event.POST_FORWARD if call.outputs else Event.POST_FORWARD_NO_GRAD)
+            if recompute or call.outputs:
+                around = [(one._backward, one._calls[-1].path) for one in self._enclosing if one._calls]
+                self._backward.hook_outputs(call, around)
+        finally:
+            self._calls.pop()
+            self._side_outputs.end(call.carried)
+            if recompute:
+                self._engine.backward.end(call)
+                self._unit.intercept_reads()
+        policy = self._unit.config.mp_policy
+        return None if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
+
+    def _undo(self, call: ForwardCall, failure: BaseException) -> None:
+        """Undo what a forward that has failed did to the unit's parameters, and say so on its error."""
+        if undone := self._unit.roll_back_inplace(call.taken):
+            failure.add_note(f"fsdp: undone is what this forward did to {', '.join(undone)}, or to their `.grad`.")
+
+    def _is_nested(self, call: ForwardCall) -> bool:
+        """Whether the unit is called inside its own forward. If not, Ctrl-C has ended an earlier call unnoticed: clean up.
+
+        Raises:
+            ShardingError: the earlier call runs on another thread.
+        """
+        if times_running(self._unit.modules, ForwardHooks.run_as_forward.__code__, self) > 1:
+            return True
+        try:
+            self._engine.refuse_two_threads()
+        except ShardingError:
+            self._calls.append(call)  # the hook at the end of this call removes it
+            raise
+        for dead in self._calls:
+            dead.discard()
+        self._calls.clear()
+        self._engine.clean_up_dead_forward(self._index)
+        return False
+
+    def _find_outputs(self, call: ForwardCall, output: Any) -> None:
+        """Record every output through which a backward can enter; refuse the parameters of the unit among them."""
+        keys = self._unit.keys
+        left = [output] if isinstance(output, Tensor) else list(tensors_in(output))
+        left += self._side_outputs.new_attributes(self._backward.watches)
+        for tensor in left:
+            if storage_key(tensor) in keys:
+                raise ShardingError(
+                    f"unit {self._unit.name!r} returns one of its own parameters (or a view of one), whose memory is "
+                    "freed after the forward; return a copy instead (`weight.clone()`), or compute with it inside the unit."
+                )
+        left += self._side_outputs.hook_captures()
+        call.add_outputs([tensor for tensor in left if tensor.requires_grad])
+        if not call.records:
+            enclosing = [one for one in self._enclosing if one._calls]
+            # in a reentrant checkpoint, whose outputs require grad only when it is over
+            for hooks in enclosing[-1:] if any(one._calls[-1].records for one in enclosing) else ():
+                hooks._side_outputs.adopt([tensor for tensor in left if not tensor.requires_grad])
+
+
+class SideOutputs:
+    """The side outputs of one unit: tensors that leave a forward other than as its return value. A backward can enter there too.
+
+    They are attributes of its modules, such as a balancing loss, and tensors that hooks capture.
+    """
+
+    __slots__ = ("_attributes", "_captured", "_handles", "_hooked", "_hooks", "_inner")
+
+    def __init__(self, members: Sequence[nn.Module], own_modules: Sequence[nn.Module]) -> None:
+        self._attributes = [Attributes(one) for one in own_modules]
+        inner = [one for one in own_modules if all(one is not module for module in members)]
+        self._inner = [*map(weakref.ref, inner)]
+        self._hooks = [weakref.ref(one._forward_hooks) for one in inner]
+        self._hooked: set[int] = set()
+        self._captured: list[weakref.ref[Tensor]] = []
+        self._handles: list[RemovableHandle] = []
+
+    def begin(self) -> list[weakref.ref[Tensor]]:
+        """Start a forward. Return the captured tensors of the forward around it, which `end` takes."""
+        captured, self._captured = self._captured, []
+        hooks = [reference() for reference in self._hooks]
+        if any(hooks):
+            for reference, of_module in zip(self._inner, hooks, strict=True):
+                module = reference()
+                if of_module and module is not None and id(module) not in self._hooked:
+                    self._hooked.add(id(module))
+                    self._handles.append(module.register_forward_hook(self._post_inner_forward))
+        return captured
+
+    def end(self, captured: "list[weakref.ref[Tensor]]") -> None:
+        """End the forward. `captured` is the return value of its `begin`."""
+        self._captured = captured
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def new_attributes(self, known: Callable[[Tensor], bool]) -> list[Tensor]:
+        """Return the tensors that are attributes now, without those `known` from an earlier forward."""
+        values = [*chain.from_iterable(map(Attributes.values, self._attributes))]
+        found = [value for value in values if isinstance(value, Tensor)]
+        if not _CONTAINERS.isdisjoint(map(type, values)):
+            for value in values:
+                if type(value) in _CONTAINERS:
+                    found += [one for one in tensors_in(value) if not isinstance(one, nn.Parameter)]
+        return [one for one in found if not known(one)] if found else found
+
+    def hook_captures(self) -> list[Tensor]:
+        """Return the outputs of hooked modules in this forward that are still alive."""
+        return [tensor for reference in self._captured if (tensor := reference()) is not None]
+
+    def adopt(self, tensors: Sequence[Tensor]) -> None:
+        """Add outputs of an inner unit's call, which may require a gradient later."""
+        self._captured += map(weakref.ref, tensors)
+
+    def _post_inner_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        # `requires_grad` is read when the forward ends, because a reentrant checkpoint sets it on its outputs only afterwards
+        self._captured += map(weakref.ref, tensors_in(output))

@@ -1,0 +1,337 @@
+"""A training step, stage by stage: the first page of the engine.
+
+A hook of torch calls a stage. The stage sends an event to the engine (engine.py), the tables of `state_machine` answer with
+actions, and the engine executes them, in order. `Passes.__init__` has what executes each action. Some actions are stages
+themselves. In the order of a step:
+
+    stage               called by                                      what it leads to
+    pre_forward         forward_hooks.py, before a unit's forward      PRE_FORWARD: `drop_stale`, `unshard`
+    unshard             the action UNSHARD                             `all_gather`, `wait_for_unshard`, prefetch
+    post_forward        forward_hooks.py, after a unit's forward       POST_FORWARD: pre-backward hooks on the outputs, reshard
+    reshard             the action RESHARD                             the modules show shards, and the memory is freed
+    pre_backward        backward_hooks.py, when autograd enters        PRE_BACKWARD: `begin_backward` once, `unshard`
+    begin_backward      the action JOIN_BACKWARD of the first unit     the kind of the backward, and its final callback
+    add_gradient        backward_hooks.py, at a unit's first gradient  GRAD_ACCUMULATED
+    post_backward       backward_hooks.py, when autograd has left      POST_BACKWARD: reshard, and reduction/ reduces the bucket
+    finalize_backward   the final callback (final_callback.py)         FINAL_CALLBACK for each unit: flush, wait, `commit`
+    commit              the action COMMIT                              `.grad` of the shards
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import torch
+from torch.autograd import Variable, profiler
+
+from fsdp.autograd.frames import gets_gradient, graph_task
+from fsdp.autograd.visits import ForwardCall
+from fsdp.comm.broadcast_buffers import broadcast_buffers
+from fsdp.debug.error_notes import add_note_to_what_ends_the_backward
+from fsdp.errors import WorldError
+from fsdp.params.module_tree import ModuleTree, refuse_transforms
+from fsdp.params.unit import Unit
+from fsdp.runtime.engine import Engine
+from fsdp.runtime.final_callback import kind_of_backward
+from fsdp.runtime.launch_gathers import Gathers
+from fsdp.runtime.path_policy import PathPolicy
+from fsdp.runtime.stale_params import StaleParams
+from fsdp.shards.shard_parameter import shard_changes
+from state_machine import Action, BackwardEvent, CopyEvent, Effect, Event, Request
+
+_LAST_EVENTS = (BackwardEvent.CALLBACK_RUNS, BackwardEvent.CALLBACK_RUNS_INSIDE)
+"""The events that end a backward which has not failed."""
+
+
+class Passes:
+    """The stages of the forwards and backwards of one root."""
+
+    def __init__(self, engine: Engine, path: PathPolicy, gathers: Gathers) -> None:
+        self.engine = engine
+        self._units = units = engine.units
+        self._root = engine.root
+        self._reducer = reducer = engine.reducer
+        self._streams = engine.streams
+        self._path = path
+        self._gathers = gathers
+        self._schedule = path.schedules.forward
+        """What is gathered next in the pass that runs."""
+        self._stale_params = StaleParams(units, engine.root, engine.streams, engine.comms.world_comm)
+        self._asks_flags = any(flat.asks_addresses for unit in units for flat in unit.flats)
+        """Whether a change of `requires_grad` of a shard is not seen in `shard_changes`."""
+        self._flags_seen = -1
+        """`shard_changes` when the flags of all units were last looked at."""
+        self._prefetch = partial(engine.request, request=Request.PREFETCH)
+        engine.attach(
+            path,
+            {  # no lambdas; `match` takes seven times as long
+                Action.DROP_STALE: self._drop_stale,
+                Action.UNSHARD: self.unshard,
+                Action.HOOK_OUTPUTS: _permit,
+                Action.KEEP_UNSHARDED: partial(engine.request, request=Request.CACHE),
+                Action.RESHARD: partial(engine.request, request=Request.RESHARD),
+                Action.INTERCEPT_READS: partial(self._of_unit, Unit.intercept_reads),
+                Action.JOIN_BACKWARD: self.begin_backward,
+                Action.REDUCE_GRADS: path.reduce_grads,
+                Action.FLUSH_GRADS: reducer.flush,
+                Action.COMMIT: self.commit,
+                Action.ACCUMULATE_UNSHARDED: reducer.accumulate_unsharded,
+                Action.WAIT_REDUCTIONS: reducer.drain,
+                Action.DROP_GRADS: reducer.drop,
+                Action.GATHER_FULL: partial(self._of_unit, Unit.gather_full),
+                Action.WRITE_BACK: partial(self._of_unit, Unit.write_back),
+                Action.FREE_FULL: partial(self._of_unit, Unit.free_full),
+            },
+            [
+                {
+                    Effect.ALL_GATHER: partial(self.all_gather, index),
+                    Effect.WAIT_ALL_GATHER: partial(engine.stats.wait_all_gather, unit.wait_all_gather),
+                    Effect.USE_UNSHARDED: unit.use_unsharded,
+                    Effect.USE_SHARDED: unit.use_sharded,
+                    Effect.FREE_UNSHARDED: partial(self._free_unsharded, index),
+                }
+                for index, unit in enumerate(units)
+            ],
+        )
+
+    # forward ------------------------------------------------------------------------------
+
+    def pre_forward(self, call: ForwardCall) -> None:
+        """Begin the forward of a unit, outside any backward. Clean up first after a pass that failed unnoticed."""
+        engine, index = self.engine, call.unit
+        if engine.forward.calls:
+            outer = engine.forward.calls[-1].unit
+            if index not in engine.descendants[outer] and not self._units[outer].is_running:
+                engine.refuse_two_threads()
+                engine.abandon_step()
+        if not engine.forward.calls:
+            self._begin_forward(index)
+        self._schedule = self._path.schedules.forward
+        engine.on_event(index, Event.PRE_FORWARD)
+        engine.forward.calls.append(call)
+
+    def _begin_forward(self, index: int) -> None:
+        """A forward of the root begins with this unit: do what all ranks do together before it."""
+        engine, root, records_graph = self.engine, self._units[0], torch.is_grad_enabled()
+        root.refuse_forked()
+        root.refuse_put_away()
+        engine.pending_backward.await_end()
+        if self._root.in_backward:
+            engine.refuse_two_threads()  # they must not end each other's backward
+        if self._end_backward(BackwardEvent.PASS_BEGINS):
+            engine.notify_peers(self._units[engine.failing_unit].name, None)
+        engine.begin_forward()
+        try:
+            refuse_transforms(root.name)
+            ModuleTree.of(root.module).check(self._units)
+            self._path.forward_begins(records_graph)
+            if engine.watcher is not None:
+                engine.watcher.before_forward(records_graph)
+            self._meet_after_failure(root.name)
+            if root.config.broadcast_buffers and records_graph:
+                broadcast_buffers(root.modules, engine.comms.world_comm, engine.watcher.source if engine.watcher else 0)
+            if self._reducer.policy.find_unused_parameters:
+                # a rank may not use a unit that is frozen on all ranks
+                for unit in self._units:
+                    unit.sync_requires_grad()
+            for stale in self._stale_params.begin_pass(records_graph):
+                engine.request(stale, Request.RESHARD)
+        except BaseException as failure:
+            # another rank may have abandoned the last step or differ from this one; this rank waited between two passes
+            engine.fail(failure, index)
+            raise
+        self._path.schedules.forward.begin()
+        self._begin_pass(is_forward=True)
+
+    def _meet_after_failure(self, root: str) -> None:
+        """Learn whether a step was abandoned since the last pass, here or on another rank."""
+        engine = self.engine
+        if engine.pending_backward.was_abandoned():
+            self._path.schedules.forget()
+        if (restart := engine.pending_backward.announce_restart(root)) is not None:
+            engine.abandon_step(restart, 0)
+        if engine.comms.across is not None:
+            # a rank of another dimension may still be in a step that was abandoned
+            engine.comms.across.reconnect()
+
+    def _drop_stale(self, index: int) -> None:
+        self._units[index].sync_requires_grad()
+        if self._stale_params.must_drop(index):
+            self.engine.request(index, Request.RESHARD)
+
+    def unshard(self, index: int) -> None:
+        """Gather a unit, unless it is gathered, wait, and let its modules show unsharded parameters. Prefetch what comes next."""
+        engine = self.engine
+        if together := self._schedule.gathered_with(index):
+            self._gathers.prefetch(together, self._prefetch)
+        in_backward = self._root.in_backward
+        if in_backward:
+            unit = self._units[index]
+            unit.sync_requires_grad()  # a hook or a recompute in this backward may have changed it
+            if not engine.is_unsharded(index) and unit.versions.is_copy_of_others:
+                engine.request(index, Request.RESHARD)  # an evaluation has gathered other weights, put back by the user since
+        done = engine.request(index, Request.UNSHARD)
+        if done and in_backward:
+            self._reducer.gathered(index)
+        waited = Effect.WAIT_ALL_GATHER in done
+        self._streams.unit_begins(waited)
+        if waited:
+            self._gathers.prefetch(self._schedule.needed(index), self._prefetch)
+
+    def all_gather(self, index: int) -> None:
+        """Launch the all-gather of a unit, or collect it for one of several small units."""
+        self._path.before_gather(index)
+        self._stale_params.prepare_gather(index)
+        self._gathers.gather(index)
+
+    def pre_recompute(self, call: ForwardCall) -> None:
+        """Begin the forward of a unit that a checkpoint repeats inside a backward."""
+        self.engine.on_event(call.unit, Event.PRE_RECOMPUTE)
+        self.engine.backward.calls.append(call)
+
+    def post_recompute(self, call: ForwardCall) -> None:
+        """End it."""
+        self.engine.on_event(call.unit, Event.POST_RECOMPUTE)
+
+    def post_forward(self, call: ForwardCall, event: Event) -> None:
+        """End the forward of a unit: POST_FORWARD, POST_FORWARD_NO_GRAD or FORWARD_FAILED. The outermost one ends the pass."""
+        engine, index, failed = self.engine, call.unit, event is Event.FORWARD_FAILED
+        engine.forward.end(call)
+        engine.on_event(index, event)
+        if not engine.forward.calls:
+            engine.pending_backward.expect(event is Event.POST_FORWARD and (engine.synchronises or self._root.backward_gathers))
+            for other in range(len(self._units)):
+                engine.request(other, Request.PASS_FAILS if failed else Request.PASS_ENDS)
+            if not torch.is_grad_enabled():
+                self._root.evaluation_ends()
+            self._stale_params.await_copies()
+            if failed:
+                engine.notify_peers(self._units[engine.forward.failed_unit].name, sys.exc_info()[1])
+            else:
+                self._path.forward_ends(index, event is Event.POST_FORWARD)
+        if failed:
+            self._path.step_failed()
+
+    def _free_unsharded(self, index: int) -> None:
+        self._units[index].free_unsharded()
+        self._root.copies[index].on(CopyEvent.RELEASED)
+
+    # backward -----------------------------------------------------------------------------
+
+    def pre_backward(self, index: int) -> None:
+        """Autograd is about to enter a unit."""
+        self.engine.on_event(index, Event.PRE_BACKWARD)
+
+    def begin_backward(self, index: int) -> None:
+        """The first unit joins a backward: find out its kind, queue its final callback, and prefetch what it needs first."""
+        engine, calls = self.engine, self.engine.forward.calls
+        kind = kind_of_backward(engine.synchronises, engine.splits_backward)
+        reduces = kind is BackwardEvent.SYNC_BEGINS
+        self._root.begin(kind)
+        self._sync_requires_grad()
+        if engine.watcher is not None and not calls:
+            engine.watcher.before_backward(reduces)
+        engine.pending_backward.expect(False)
+        if calls:
+            if not self._units[calls[0].unit].is_running:
+                engine.refuse_two_threads()
+            for call in calls:  # this backward may gather their units again
+                call.path.add_updates(self._units[call.unit].write_back_inplace(call.taken))
+        engine.begin_backward(graph_task())
+        self._schedule = self._path.schedules.backward
+        self._reducer.begin(accumulates=kind is BackwardEvent.NO_SYNC_BEGINS)
+        if reduces and self._reducer.policy.find_unused_parameters:
+            self._reducer.expect_only_used(gets_gradient)
+        ended = engine.pending_backward.callback(self._root, self.finalize_backward, self.on_backward_failed)
+        self.call_at_end_of_graph_task(ended)
+        self._begin_pass(is_forward=False)
+        self._gathers.prefetch(self._schedule.begin(), self._prefetch)  # while the layers of the root itself compute
+
+    def _sync_requires_grad(self) -> None:
+        """Apply changes of `requires_grad` before a backward: autograd drops the gradient of a parameter that is frozen then."""
+        if self._asks_flags or self._flags_seen != shard_changes.count:
+            for unit in self._units:
+                unit.sync_requires_grad()
+            self._flags_seen = shard_changes.count
+
+    def call_at_end_of_graph_task(self, callback: Callable[[], None]) -> None:
+        """Call `callback` at the end of the current graph task: of the backward, or of a reentrant checkpoint in it."""
+        Variable._execution_engine.queue_callback(callback)
+
+    def add_gradient(self, index: int) -> None:
+        """The first gradient of a unit was accumulated."""
+        self.engine.on_event(index, Event.GRAD_ACCUMULATED)
+
+    def add_early_gradient(self, bucket: int) -> None:
+        """A gradient of an early bucket was accumulated: launch the bucket if that was the last one."""
+        # a reentrant checkpoint may accumulate a second gradient in the same parameter
+        if self._root.synchronises and graph_task() == self.engine.backward.graph_task and self._reducer.arrived(bucket):
+            try:
+                self._reducer.advance()
+            except BaseException as failure:
+                self.engine.fail(failure, self._reducer.buckets[bucket].unit)
+                raise
+
+    def post_backward(self, index: int) -> None:
+        """Autograd has left a unit, whose gradients are complete."""
+        self.engine.on_event(index, self._root.post_backward_event())
+
+    def finalize_backward(self) -> None:
+        """End the backward: reduce what is left, wait for all reductions, and put the gradients into `.grad`."""
+        self._end_backward(BackwardEvent.CALLBACK_RUNS_INSIDE if self.engine.forward.calls else BackwardEvent.CALLBACK_RUNS)
+
+    def commit(self, index: int) -> None:
+        """Put the reduced gradients of a unit into `.grad`. Wait for those of all units before the first one."""
+        if self._reducer.settle():
+            self._path.schedules.on_step_completed(in_forward=bool(self.engine.forward.calls))
+        self._reducer.commit(index)
+        if self._units[index].trains:  # an optimizer may step from now on
+            self._root.copies[index].on(CopyEvent.COMMITTED)
+
+    def on_backward_failed(self) -> None:
+        """Clean up after a failed backward on its compute stream, and notify other ranks as soon as its exception is known."""
+        engine, unit = self.engine, self.engine.last_unit
+        failed = self._units[unit].name
+        shows = add_note_to_what_ends_the_backward(engine.snapshot, unit, lambda error: engine.notify_peers(failed, error))
+        with self._streams.computing(), suppress(WorldError):  # the backward may have failed because of one
+            self._end_backward(BackwardEvent.FAILS_INSIDE if engine.forward.calls else BackwardEvent.FAILS)
+        if not shows:
+            engine.notify_peers(failed, None)
+
+    def _end_backward(self, event: BackwardEvent) -> bool:
+        """End the backward for every unit, in the agreed order; return whether a backward was running."""
+        engine, succeeds, reduces = self.engine, event in _LAST_EVENTS, self._root.synchronises
+        if self._root.in_backward:
+            self._path.backward_ends(succeeds)
+        if (instructions := self._root.end_backward(event, self._reducer.order)) is None:
+            return False
+        engine.drop_backward()
+        if not succeeds:
+            engine.execute_all(instructions)
+            return True
+        engine.execute(instructions)
+        self._stale_params.await_copies()
+        engine.stats.end_backward(reduces)
+        # others are not those of all ranks, or may be dropped
+        if reduces or (self._path.same_for_all and not engine.in_pipeline_step):
+            engine.comms.completed()
+        try:
+            self._reducer.run_hooks(engine.note)
+        finally:  # the gradients are reduced, also if a hook of the user raises
+            if engine.watcher is not None:
+                engine.watcher.after_backward()
+        return True
+
+    def _begin_pass(self, is_forward: bool) -> None:
+        self._stale_params.show_to_gathers(is_forward)
+        if profiler._is_profiler_enabled is not self.engine.phases.named:
+            self.engine.phases.set_named(profiler._is_profiler_enabled)
+        self.engine.stats.begin_pass(is_forward)
+
+    def _of_unit(self, method: Callable[[Unit], None], index: int) -> None:
+        method(self._units[index])
+
+
+def _permit(index: int) -> None:
+    """An action that the hook which has sent the event executes itself."""

@@ -1,0 +1,54 @@
+"""What the passes of a root ask where ranks may go different ways, and what calls them back inside `fsdp.join`."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from fsdp.runtime.prefetch import PassSchedules
+
+
+class PathPolicy:
+    """How the ranks of a root agree on the order of their gathers. This one: all take the same path, and nothing is agreed on."""
+
+    same_for_all = True
+    """Whether all ranks call the same units in the same order, so that they end each pass together."""
+
+    def __init__(self, schedules: PassSchedules, reduce_grads: Callable[[int], None]) -> None:
+        """`reduce_grads` is called when the gradients of a unit are complete on this rank, with the number of the unit."""
+        self.schedules = schedules
+        self.reduce_grads = reduce_grads
+
+    def forward_begins(self, records_graph: bool) -> None:
+        """A forward of the root begins."""
+
+    def before_gather(self, index: int) -> None:
+        """A unit is about to be gathered."""
+
+    def forward_ends(self, index: int, makes_graph: bool) -> None:
+        """A forward of the root has returned. `index`: the unit of the last event."""
+
+    def backward_ends(self, succeeds: bool) -> None:
+        """A backward is about to end."""
+
+    def step_failed(self) -> None:
+        """A forward or a backward has failed, or the step was abandoned."""
+
+
+class PassWatcher(ABC):
+    """An object that the engine calls before each forward of the root, and before and after each backward: a `fsdp.join`."""
+
+    @property
+    @abstractmethod
+    def source(self) -> int:
+        """The rank whose buffers a forward gives to all ranks, if the model broadcasts buffers."""
+
+    @abstractmethod
+    def before_forward(self, records_graph: bool) -> None:
+        """A forward of the root begins."""
+
+    @abstractmethod
+    def before_backward(self, reduces: bool) -> None:
+        """A backward begins outside any forward. `reduces`: whether it reduces its gradients."""
+
+    @abstractmethod
+    def after_backward(self) -> None:
+        """A backward is over. Its gradients are where the user sees them, and the user's hooks have run."""
