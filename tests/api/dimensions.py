@@ -126,7 +126,7 @@ def check_unwrap(kind: str) -> None:
 
 def spread_before(kind: str) -> set[str]:
     """The names of the parameters that are DTensors before they are sharded over the data dimension."""
-    layers = {"experts": ["experts"], "experts and tensor parallel": ["experts", "router"]}.get(kind, ["up", "down"])
+    layers = ["experts", *["router"] * kind.endswith("tensor parallel")] if kind.startswith("experts") else ["up", "down"]
     if kind in ("dtensors", "columns"):
         return set()
     return {name for name, _ in plain(kind).named_parameters() if any(f".{layer}." in name for layer in layers)}
