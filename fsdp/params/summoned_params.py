@@ -11,6 +11,7 @@ from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.placement import Placement
+from fsdp.shards.dtensors import is_replaced
 from fsdp.shards.shard_parameter import exchange
 from fsdp.shards.shard_tensor import plain
 
@@ -95,7 +96,9 @@ class FullParams:
     def free(self, tracker: MemoryTracker) -> None:
         """Turn the user's Parameter objects into the shards again and drop the full parameters. Idempotent."""
         for full, shard in self._exchanged:
-            if id(shard) not in self.in_place_of:
+            if id(shard) in self.in_place_of:
+                is_replaced(full, "was made inside summon_full_params, of parameters that existed there alone: make it outside.")
+            else:
                 exchange(full, shard)
         for buffer in self._buffers:
             tracker.add("lent", -size_of(buffer))

@@ -37,6 +37,10 @@ def loss_of(kind: str, model: nn.Module, group: int) -> Tensor:
     return loss
 
 
+def refused(text: str) -> Any:
+    return pytest.raises(fsdp.ShardingError, match=text)
+
+
 def check_summon(kind: str) -> None:
     """Full parameters inside, which are written back; shards again afterwards, which train on."""
     model, optimizer = trained(kind, 1)
@@ -52,21 +56,20 @@ def check_summon(kind: str) -> None:
             assert fsdp.full_tensor(parameter).shape == parameter.shape
             parameter.mul_(0.5)
         inside = out(kind, model)
+        made_inside = torch.optim.SGD(model.parameters(), lr=0.1)
     halves = {name: tensor * 0.5 for name, tensor in before.items()}
     assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in objects.items()}
     same(shown(model), halves, 0.0)
     same({name: value(p.grad) for name, p in objects.items() if p.grad is not None}, gradients, 0.0)
     torch.testing.assert_close(out(kind, model), inside)
+    with refused("SGD was made inside summon_full_params, of parameters that existed there alone"):
+        made_inside.step()
     with fsdp.summon_full_params(model, writeback=False), torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     same(shown(model), halves, 0.0)
     optimizer.step()
     assert not torch.equal(shown(model)["0.norm.weight"], halves["0.norm.weight"])
-
-
-def refused(text: str) -> Any:
-    return pytest.raises(fsdp.ShardingError, match=text)
 
 
 def check_what_a_summon_refuses(kind: str) -> None:
