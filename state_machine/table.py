@@ -40,7 +40,8 @@ RESHARD_AFTER_FORWARD: Final[Table] = {
         # the gradient came by a path without hooks, such as a bias that needs no input
         E.GRAD_ACCUMULATED: Step(S.BACKWARD_PRE, (A.JOIN_BACKWARD, A.UNSHARD)),
         E.EXTERNAL_GRAD: Step(S.BACKWARD_POST, (A.JOIN_BACKWARD,)),
-        # this backward did not reach the unit on this rank: free a cached copy, and send zeros to the ranks that it reached
+        # this backward did not reach the unit on this rank: free a cached copy, and send zeros to the ranks that it reached.
+        # Root has all units do what comes before COMMIT first, at every FINAL_CALLBACK
         E.FINAL_CALLBACK: Step(S.IDLE, (A.RESHARD, A.FLUSH_GRADS, A.COMMIT)),
         E.FINAL_CALLBACK_NO_SYNC: Step(S.IDLE, (A.RESHARD,)),
         E.BACKWARD_FAILED: Step(S.IDLE, _GIVE_UP),

@@ -46,7 +46,7 @@ class ForwardCall:
     """One forward of one unit, while it runs."""
 
     __slots__ = (
-        *("carried", "gradients", "guard", "handled", "input_nodes", "nested", "outputs", "path", "records", "refused", "taken"),
+        *("carried", "gradients", "guard", "handled", "input_nodes", "nested", "path", "records", "refused", "taken"),
         "unit",
     )
 
@@ -57,7 +57,6 @@ class ForwardCall:
         """The distinct nodes behind the inputs. For a leaf it is the node that accumulates its gradient."""
         # autograd can leave a unit with inner units through any of those, so its inputs say nothing
         self.path = BackwardPath(recompute, versions, inputs, self.input_nodes if innermost else ())
-        self.outputs: list[Tensor] = []
         self.handled = sys.exc_info()[1]
         """The exception that was being handled when the call began. The call did not raise it."""
         self.guard: Any = None
@@ -94,20 +93,11 @@ class ForwardCall:
         """Set the guard of the call, in guard mode."""
         self.guard = guard
 
-    def add_outputs(self, tensors: list[Tensor]) -> None:
-        """Add tensors through which a backward can enter the call."""
-        self.outputs += tensors
-
-    def take_outputs(self) -> list[Tensor]:
-        """The outputs, to which the call refers no longer."""
-        outputs, self.outputs = self.outputs, []
-        return outputs
-
     def discard(self) -> None:
         """End the guard and drop all references to the graph, because the call will not end."""
         if self.guard is not None:
             self.guard.end()
-        self.input_nodes, self.outputs, self.path = (), [], BackwardPath(self.path.recompute, self.path.versions, (), ())
+        self.input_nodes, self.path = (), BackwardPath(self.path.recompute, self.path.versions, (), ())
 
 
 class BackwardPath:

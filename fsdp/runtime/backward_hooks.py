@@ -72,14 +72,15 @@ class BackwardHooks(RefuseCopy, UnitObserver):
         for handle in self._handles:
             handle.remove()
 
-    def hook_outputs(self, call: ForwardCall, around: "Sequence[tuple[BackwardHooks, BackwardPath]]") -> None:
+    def hook_outputs(
+        self, call: ForwardCall, outputs: Sequence[Tensor], around: "Sequence[tuple[BackwardHooks, BackwardPath]]"
+    ) -> None:
         """Put a pre-backward hook on every node behind the outputs of a call that has just returned.
 
         `around`: for each call around it, the hooks of its unit, and its path.
         """
         path = call.path
         # an input that is returned unchanged has no node of the unit behind it
-        outputs = call.take_outputs()
         nodes = {node: None for node in map(node_behind, outputs) if node is not None and node not in path.input_nodes}
         path.set_ends([*map(weakref.ref, outputs)], around)
         self.visit.add_path(path, self._engine.pending_backward.add_graph())

@@ -208,7 +208,7 @@ class Engine:
             call.discard()
         self.forward = Pass()
         self.splits_backward = False
-        self.drop_backward()
+        self.forget_backward()
         try:
             self.execute_all(self.root.end_backward(BackwardEvent.STEP_ABANDONED, self.reducer.order) or ())
         finally:
@@ -222,7 +222,7 @@ class Engine:
         """A backward begins in this graph task."""
         self.backward = Pass(graph_task)
 
-    def drop_backward(self) -> None:
+    def forget_backward(self) -> None:
         """The backward is over: forget what it has recorded."""
         self.backward = Pass()
         for visit in self.visited:

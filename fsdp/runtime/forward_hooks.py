@@ -160,63 +160,67 @@ class ForwardHooks(RefuseCopy):
         if call.refused or call.nested:
             self._calls.pop()
             return None
-        recompute = call.path.recompute
         if call.guard is not None:
             call.guard.end()
         try:
-            passing = sys.exc_info()[1]
-            if passing is not None and passing is not call.handled:
-                if getpid() != self._process:
-                    return None  # what the rank itself does is not over; this process was forked from it
-                # torch can stop a recompute early by an exception, in whose place no other can be raised
-                if recompute:
-                    self._unit.write_back_inplace_of_recompute()
-                    try:
-                        self._unit.refuse_lost_acts(call.gradients)
-                    except ShardingError as refusal:
-                        self._backward.visit.add_lost_act(refusal)
-                else:
-                    self._engine.note(passing, self._index)
-                    self._undo(call, passing)
-                    self._passes.post_forward(call, Event.FORWARD_FAILED)
+            failure = sys.exc_info()[1]
+            if failure is not None and failure is not call.handled:
+                self._end_failed(call, failure)
                 return None
-            try:
-                if call.guard is not None:
-                    call.guard.refuse_hidden_updates()
-                if recompute:
-                    self._unit.write_back_inplace_of_recompute()
-                else:
-                    call.path.add_updates(self._unit.write_back_inplace())
-                    if self._engine.is_unsharded(self._index):
-                        self._unit.refuse_changed()
-                self._unit.refuse_lost_acts(call.gradients)
-                self._find_outputs(call, output)
-            except ShardingError as refusal:
-                self._engine.note(refusal, self._index)
-                self._undo(call, refusal)
-                if not recompute:
-                    self._passes.post_forward(call, Event.FORWARD_FAILED)
-                raise
-            if recompute:
-                self._passes.post_recompute(call)
-            else:
-                self._passes.post_forward(call, Event.POST_FORWARD if call.outputs else Event.POST_FORWARD_NO_GRAD)
-            if recompute or call.outputs:
-                around = [(one._backward, one._calls[-1].path) for one in self._enclosing if one._calls]
-                self._backward.hook_outputs(call, around)
+            self._end_returned(call, output)
         finally:
             self._calls.pop()
             self._side_outputs.end(call.carried)
-            if recompute:
+            if call.path.recompute:
                 self._engine.backward.end(call)
                 self._unit.intercept_reads()
         policy = self._unit.config.mp_policy
         return None if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
 
-    def _undo(self, call: ForwardCall, failure: BaseException) -> None:
-        """Undo what a forward that has failed did to the unit's parameters, and say so on its error."""
+    def _end_returned(self, call: ForwardCall, output: Any) -> None:
+        """A call has returned: look at what it did to the parameters, then put hooks on its outputs."""
+        try:
+            if call.guard is not None:
+                call.guard.refuse_hidden_updates()
+            if call.path.recompute:
+                self._unit.write_back_inplace_of_recompute()
+            else:
+                call.path.add_updates(self._unit.write_back_inplace())
+                if self._engine.is_unsharded(self._index):
+                    self._unit.refuse_changed()
+            self._unit.refuse_lost_acts(call.gradients)
+            outputs = self._find_outputs(call, output)
+        except ShardingError as refusal:
+            self._fail(call, refusal)
+            raise
+        if call.path.recompute:
+            self._passes.post_recompute(call)
+        else:
+            self._passes.post_forward(call, Event.POST_FORWARD if outputs else Event.POST_FORWARD_NO_GRAD)
+        if call.path.recompute or outputs:
+            around = [(one._backward, one._calls[-1].path) for one in self._enclosing if one._calls]
+            self._backward.hook_outputs(call, outputs, around)
+
+    def _end_failed(self, call: ForwardCall, failure: BaseException) -> None:
+        """An exception leaves a call. torch can stop a recompute early by one, in whose place no other can be raised."""
+        if getpid() != self._process:
+            return  # what the rank itself does is not over; this process was forked from it
+        if not call.path.recompute:
+            self._fail(call, failure)
+            return
+        self._unit.write_back_inplace_of_recompute()
+        try:
+            self._unit.refuse_lost_acts(call.gradients)
+        except ShardingError as refusal:
+            self._backward.visit.add_lost_act(refusal)
+
+    def _fail(self, call: ForwardCall, failure: BaseException) -> None:
+        """Undo what a call that has failed did to the unit's parameters, say so on its error, and end a forward as failed."""
+        self._engine.note(failure, self._index)
         if undone := self._unit.roll_back_inplace(call.taken):
             failure.add_note(f"fsdp: undone is what this forward did to {', '.join(undone)}, or to their `.grad`.")
+        if not call.path.recompute:
+            self._passes.post_forward(call, Event.FORWARD_FAILED)
 
     def _is_nested(self, call: ForwardCall) -> bool:
         """Whether the unit is called inside its own forward. If not, Ctrl-C has ended an earlier call unnoticed: clean up.
@@ -237,8 +241,8 @@ class ForwardHooks(RefuseCopy):
         self._engine.clean_up_dead_forward(self._index)
         return False
 
-    def _find_outputs(self, call: ForwardCall, output: Any) -> None:
-        """Record every output through which a backward can enter; refuse the parameters of the unit among them."""
+    def _find_outputs(self, call: ForwardCall, output: Any) -> list[Tensor]:
+        """The tensors through which a backward can enter the call. Refuse the parameters of the unit among them."""
         keys = self._unit.keys
         left = [output] if isinstance(output, Tensor) else list(tensors_in(output))
         left += self._side_outputs.new_attributes(self._backward.watches)
@@ -249,12 +253,12 @@ class ForwardHooks(RefuseCopy):
                     "freed after the forward; return a copy instead (`weight.clone()`), or compute with it inside the unit."
                 )
         left += self._side_outputs.hook_captures()
-        call.add_outputs([tensor for tensor in left if tensor.requires_grad])
         if not call.records:
             enclosing = [one for one in self._enclosing if one._calls]
             # in a reentrant checkpoint, whose outputs require grad only when it is over
             for hooks in enclosing[-1:] if any(one._calls[-1].records for one in enclosing) else ():
                 hooks._side_outputs.adopt([tensor for tensor in left if not tensor.requires_grad])
+        return [tensor for tensor in left if tensor.requires_grad]
 
 
 class SideOutputs:

@@ -1,20 +1,21 @@
 """A training step, stage by stage: the first page of the engine.
 
-A hook of torch calls a stage. The stage sends an event to the engine (engine.py), the tables of `state_machine` answer with
-actions, and the engine executes them, in order. `Passes.__init__` has what executes each action. Some actions are stages
-themselves. In the order of a step:
+A hook of torch calls a stage. The stage sends an event to the engine, the tables of `state_machine` answer with actions, and the
+engine executes them. `Passes.__init__` has what executes each action. Some actions are stages themselves. Files without a folder
+are in fsdp/runtime. In the order of a step:
 
-    stage               called by                                      what it leads to
-    pre_forward         forward_hooks.py, before a unit's forward      PRE_FORWARD: `drop_stale`, `unshard`
-    unshard             the action UNSHARD                             `all_gather`, `wait_for_unshard`, prefetch
-    post_forward        forward_hooks.py, after a unit's forward       POST_FORWARD: pre-backward hooks on the outputs, reshard
-    reshard             the action RESHARD                             the modules show shards, and the memory is freed
-    pre_backward        backward_hooks.py, when autograd enters        PRE_BACKWARD: `begin_backward` once, `unshard`
-    begin_backward      the action JOIN_BACKWARD of the first unit     the kind of the backward, and its final callback
-    add_gradient        backward_hooks.py, at a unit's first gradient  GRAD_ACCUMULATED
-    post_backward       backward_hooks.py, when autograd has left      POST_BACKWARD: reshard, and reduction/ reduces the bucket
-    finalize_backward   the final callback (final_callback.py)         FINAL_CALLBACK for each unit: flush, wait, `commit`
-    commit              the action COMMIT                              `.grad` of the shards
+    stage              called by                                      what it leads to
+    pre_forward        forward_hooks.py, before a unit's forward      the first one begins the pass; PRE_FORWARD
+    drop_stale         DROP_STALE                                     is a copy from before too old? (stale_params.py)
+    unshard            UNSHARD                                        requests to the Residency; prefetch (prefetch.py)
+    all_gather         ALL_GATHER, an effect of the Residency         launch_gathers.py, fsdp/params/unit.py, fsdp/comm
+    post_forward       forward_hooks.py, after a unit's forward       POST_FORWARD: RESHARD. Then the hook hooks the outputs
+    pre_backward       backward_hooks.py, as autograd enters a unit   PRE_BACKWARD: UNSHARD
+    begin_backward     JOIN_BACKWARD, of the first unit               the kind of the backward; its final callback
+    add_gradient       backward_hooks.py, at a unit's first gradient  GRAD_ACCUMULATED
+    post_backward      backward_hooks.py, when autograd has left      POST_BACKWARD: RESHARD, REDUCE_GRADS (fsdp/reduction)
+    finalize_backward  the final callback (final_callback.py)         FINAL_CALLBACK for all units: FLUSH_GRADS, then COMMIT
+    commit             COMMIT                                         waits for all reductions once; `.grad` of the shards
 """
 
 import sys
@@ -40,7 +41,7 @@ from fsdp.runtime.stale_params import StaleParams
 from fsdp.shards.shard_parameter import shard_changes
 from state_machine import Action, BackwardEvent, CopyEvent, Effect, Event, Request
 
-_LAST_EVENTS = (BackwardEvent.CALLBACK_RUNS, BackwardEvent.CALLBACK_RUNS_INSIDE)
+_SUCCEEDS = (BackwardEvent.CALLBACK_RUNS, BackwardEvent.CALLBACK_RUNS_INSIDE)
 """The events that end a backward which has not failed."""
 
 
@@ -65,10 +66,10 @@ class Passes:
         self._prefetch = partial(engine.request, request=Request.PREFETCH)
         engine.attach(
             path,
-            {  # no lambdas; `match` takes seven times as long
-                Action.DROP_STALE: self._drop_stale,
+            {
+                Action.DROP_STALE: self.drop_stale,
                 Action.UNSHARD: self.unshard,
-                Action.HOOK_OUTPUTS: _permit,
+                Action.HOOK_OUTPUTS: _leave_to_the_hook,
                 Action.KEEP_UNSHARDED: partial(engine.request, request=Request.CACHE),
                 Action.RESHARD: partial(engine.request, request=Request.RESHARD),
                 Action.INTERCEPT_READS: partial(self._of_unit, Unit.intercept_reads),
@@ -113,9 +114,9 @@ class Passes:
 
     def _begin_forward(self, index: int) -> None:
         """A forward of the root begins with this unit: do what all ranks do together before it."""
-        engine, root, records_graph = self.engine, self._units[0], torch.is_grad_enabled()
-        root.refuse_forked()
-        root.refuse_put_away()
+        engine, outermost, records_graph = self.engine, self._units[0], torch.is_grad_enabled()
+        outermost.refuse_forked()
+        outermost.refuse_put_away()
         engine.pending_backward.await_end()
         if self._root.in_backward:
             engine.refuse_two_threads()  # they must not end each other's backward
@@ -123,14 +124,14 @@ class Passes:
             engine.notify_peers(self._units[engine.failing_unit].name, None)
         engine.begin_forward()
         try:
-            refuse_transforms(root.name)
-            ModuleTree.of(root.module).check(self._units)
+            refuse_transforms(outermost.name)
+            ModuleTree.of(outermost.module).check(self._units)
             self._path.forward_begins(records_graph)
             if engine.watcher is not None:
                 engine.watcher.before_forward(records_graph)
-            self._meet_after_failure(root.name)
-            if root.config.broadcast_buffers and records_graph:
-                broadcast_buffers(root.modules, engine.comms.world_comm, engine.watcher.source if engine.watcher else 0)
+            self._meet_after_failure()
+            if outermost.config.broadcast_buffers and records_graph:
+                broadcast_buffers(outermost.modules, engine.comms.world_comm, engine.watcher.source if engine.watcher else 0)
             if self._reducer.policy.find_unused_parameters:
                 # a rank may not use a unit that is frozen on all ranks
                 for unit in self._units:
@@ -144,18 +145,19 @@ class Passes:
         self._path.schedules.forward.begin()
         self._begin_pass(is_forward=True)
 
-    def _meet_after_failure(self, root: str) -> None:
+    def _meet_after_failure(self) -> None:
         """Learn whether a step was abandoned since the last pass, here or on another rank."""
         engine = self.engine
         if engine.pending_backward.was_abandoned():
             self._path.schedules.forget()
-        if (restart := engine.pending_backward.announce_restart(root)) is not None:
+        if (restart := engine.pending_backward.announce_restart(self._units[0].name)) is not None:
             engine.abandon_step(restart, 0)
         if engine.comms.across is not None:
             # a rank of another dimension may still be in a step that was abandoned
             engine.comms.across.reconnect()
 
-    def _drop_stale(self, index: int) -> None:
+    def drop_stale(self, index: int) -> None:
+        """Free the unsharded copy of a unit from before, if it may not be used."""
         self._units[index].sync_requires_grad()
         if self._stale_params.must_drop(index):
             self.engine.request(index, Request.RESHARD)
@@ -181,7 +183,7 @@ class Passes:
 
     def all_gather(self, index: int) -> None:
         """Launch the all-gather of a unit, or collect it for one of several small units."""
-        self._path.before_gather(index)
+        self._path.agree_on_gather(index)
         self._stale_params.prepare_gather(index)
         self._gathers.gather(index)
 
@@ -301,12 +303,12 @@ class Passes:
 
     def _end_backward(self, event: BackwardEvent) -> bool:
         """End the backward for every unit, in the agreed order; return whether a backward was running."""
-        engine, succeeds, reduces = self.engine, event in _LAST_EVENTS, self._root.synchronises
+        engine, succeeds, reduces = self.engine, event in _SUCCEEDS, self._root.synchronises
         if self._root.in_backward:
             self._path.backward_ends(succeeds)
         if (instructions := self._root.end_backward(event, self._reducer.order)) is None:
             return False
-        engine.drop_backward()
+        engine.forget_backward()
         if not succeeds:
             engine.execute_all(instructions)
             return True
@@ -333,5 +335,5 @@ class Passes:
         method(self._units[index])
 
 
-def _permit(index: int) -> None:
-    """An action that the hook which has sent the event executes itself."""
+def _leave_to_the_hook(index: int) -> None:
+    """The hook that has sent the event executes this action when all others are done."""

@@ -20,8 +20,8 @@ class PathPolicy:
     def forward_begins(self, records_graph: bool) -> None:
         """A forward of the root begins."""
 
-    def before_gather(self, index: int) -> None:
-        """A unit is about to be gathered."""
+    def agree_on_gather(self, index: int) -> None:
+        """A unit is about to be gathered: first take part in what comes before it in the order of all ranks."""
 
     def forward_ends(self, index: int, makes_graph: bool) -> None:
         """A forward of the root has returned. `index`: the unit of the last event."""

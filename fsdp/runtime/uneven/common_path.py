@@ -97,7 +97,7 @@ class CommonPath(PathPolicy):
         for unit in self._engine.units:
             unit.sync_requires_grad()
 
-    def before_gather(self, index: int) -> None:
+    def agree_on_gather(self, index: int) -> None:
         self._order.before_gather(index, self.phase)
 
     def forward_ends(self, index: int, makes_graph: bool) -> None:
