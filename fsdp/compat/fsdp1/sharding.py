@@ -265,9 +265,9 @@ def shard(instance: Any, param_init_fn: Any, sync_module_states: bool) -> None:
     if _serves(unit_ref_of(module), instance):
         return
     strategy, mesh = instance.sharding_strategy, instance._mesh
-    if mesh is None and torch_names.is_part(instance._device_mesh):
-        mesh = instance._device_mesh  # its parameters may be spread over the rest
     is_tensor_parallel = any(isinstance(p, torch_names.DTensor) for p in module.parameters() if p not in instance._ignored_params)
+    if mesh is None and (is_tensor_parallel or torch_names.is_part(instance._device_mesh)):
+        mesh = instance._device_mesh  # of an instance around this one parameters may be spread over the rest
     if is_tensor_parallel and instance.world_size == 1 and strategy is ShardingStrategy.NO_SHARD:
         strategy = ShardingStrategy.FULL_SHARD  # which cuts nothing over one rank, and knows DTensors
     own = [p for p in module.parameters() if owning_unit(p) is None and p not in instance._ignored_params]

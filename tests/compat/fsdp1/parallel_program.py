@@ -102,6 +102,20 @@ def full_states(mesh: DeviceMesh) -> bool:
     return all(torch.equal(found[name], value) and torch.equal(again[name], changed[name]) for name, value in plain.items())
 
 
+def beside_one_process(shape: tuple[int, int]) -> tuple[list[float], list[float]]:
+    """The losses over a mesh of which one dimension has one rank, and those of DDP. The model is converted after wrapping."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    group, plain = mesh.get_local_rank("dp"), nn.parallel.DistributedDataParallel(make())
+    model = torch_fsdp.FullyShardedDataParallel(parallel(mesh), device_mesh=mesh["dp"])
+    found = []
+    for one in (model, plain):
+        losses = train(one, torch.optim.AdamW(one.parameters(), lr=0.05), range(2), group, accumulates=True)
+        one.double()
+        with torch.no_grad():
+            found.append([*losses, one(batch(9, group).double()).sum().item()])
+    return found[0], found[1]
+
+
 def refusals(mesh: DeviceMesh) -> list[str]:
     kind, said = torch_fsdp.FullyShardedDataParallel, []
     for options in ({}, {"device_mesh": mesh["dp"], "sharding_strategy": ShardingStrategy.NO_SHARD}):
@@ -109,27 +123,27 @@ def refusals(mesh: DeviceMesh) -> list[str]:
             kind(parallel(mesh), **options)
         except ShardingError as refusal:
             said.append(str(refusal))
+    model = kind(parallel(mesh), device_mesh=mesh["dp"], use_orig_params=True)
+    try:
+        with kind.summon_full_params(model, with_grads=True):
+            pass
+    except NotImplementedError as refusal:
+        said.append(str(refusal))
     return said
 
 
 def run(rank: int, size: int, folder: Path) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    alone = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
     theirs = torch_on_the_host()
     pairs: dict[str, Any] = {
         name: (run_through(torch_fsdp, mesh, options), run_through(theirs, mesh, options)) for name, options in OPTIONS.items()
     }
-    narrow = torch_fsdp.FullyShardedDataParallel(parallel(alone), device_mesh=alone["dp"])
-    losses = train(narrow, torch.optim.AdamW(narrow.parameters(), lr=0.05), range(2), 0, accumulates=True)
-    model = make()
-    plain = nn.parallel.DistributedDataParallel(model)
-    expected = train(plain, torch.optim.AdamW(model.parameters(), lr=0.05), range(2), 0, accumulates=True)
     return {
         "pairs": pairs,
         "norms": norms(mesh),
         "full": full_states(mesh),
         "refusals": refusals(mesh),
-        "tensor parallelism alone": (losses, expected),
+        "one dimension": [beside_one_process(shape) for shape in ((1, 4), (4, 1))],
     }
 
 
