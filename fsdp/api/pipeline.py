@@ -1,6 +1,6 @@
 """Stages of torch's pipeline schedules, over modules that are sharded."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,8 @@ class PipelineStage(pipelining.PipelineStage):
 
     Memory: the unsharded gradients, until the last micro-batch.
 
+    A step that failed can be done again if there is one stage a rank, and none has completed the step.
+
     Make it after wrapping, on all ranks of the group alike: over gloo the group is routed, so that a rank that fails is named on
     the ranks of all stages. Communicates.
 
@@ -40,11 +42,22 @@ class PipelineStage(pipelining.PipelineStage):
 
     @group.setter
     def group(self, group: ProcessGroup | None) -> None:
-        found = (unit_ref_of(module) for module in self.submod.modules())
-        for engine in {ref.engine: None for ref in found if ref is not None}:
+        for engine in self._engines():
             group, comms = open_routed(group, engine.comms)
             engine.set_comms(comms)
         self._group = group
+
+    def _engines(self) -> Iterable[Engine]:
+        """Those of the module, of which it may have none."""
+        found = (unit_ref_of(module) for module in self.submod.modules())
+        return {ref.engine: None for ref in found if ref is not None}
+
+    def clear_runtime_states(self) -> None:
+        """Begin a step, without what is left of one that failed before its gradients were reduced. Called by schedules."""
+        super().clear_runtime_states()
+        for engine in self._engines():
+            # a rank with several stages may have reduced the gradients of one when the step fails in another
+            engine.begin_pipeline_step(can_repeat=self.num_stages == self.group_size)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, object], last_backward: bool = False
@@ -70,6 +83,7 @@ class PipelineStage(pipelining.PipelineStage):
             backward_without_a_loss(partial(engine.on_event, 0, Event.EXTERNAL_GRAD))
             for index in range(len(engine.units)):
                 engine.request(index, Request.RESHARD)
+            engine.end_pipeline_step()
         if grad_scale_factor != 1:
             self.scale_grads(grad_scale_factor)
 

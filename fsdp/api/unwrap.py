@@ -22,7 +22,8 @@ from fsdp.state_dict.model_view import ModelView
 def unwrap(model: nn.Module, rank0_only: bool = False) -> nn.Module:
     """Turn a sharded model back into the plain one, in place, and return it: ordinary full parameters, no hooks, no engine.
 
-    The Parameter objects stay, with their attributes and the user's hooks, and `.grad` is the full gradient. A
+    The Parameter objects stay, with their attributes and the user's hooks, and `.grad` is the full gradient. Where shards are
+    DTensors, the parameters are new objects with these; one that tensor parallelism has cut is a DTensor as before wrapping. A
     `FullyShardedDataParallel` inside the model is replaced by its module, and the one outside by what is returned. Buffers are
     this rank's own. The state of an optimizer is still that of shards, and the optimizer's next step is refused: take
     `full_optim_state_dict` before. With `rank0_only`, the other ranks get the model on the meta device: shapes without memory.
@@ -37,7 +38,7 @@ def unwrap(model: nn.Module, rank0_only: bool = False) -> nn.Module:
     """
     model_view = ModelView(model, "unwrap")
     engines, world_comm = model_view.engines, model_view.world_comm
-    agree_on_refusals(world_comm, "unwrap", lambda: _refuse(model, engines))
+    agree_on_refusals(world_comm, "unwrap", lambda: _refuse(model, engines, rank0_only))
     has_grad = agree_on_gradients(model_view.units, world_comm, "unwrap")
     refs = units_in(model, "unwrap")
     modules = list(model.modules())
@@ -60,13 +61,13 @@ def unwrap(model: nn.Module, rank0_only: bool = False) -> nn.Module:
     return plain
 
 
-def _refuse(model: nn.Module, engines: Iterable[Engine]) -> None:
+def _refuse(model: nn.Module, engines: Iterable[Engine], rank0_only: bool) -> None:
     for engine in engines:
         refuse_losses(engine, "unwrap")
-        if any(unit.replaces_params for unit in engine.units):
+        if rank0_only and any(flat.tensor_parallel for unit in engine.units for flat in unit.flats):
             raise ShardingError(
-                f"unwrap: the shards of {engine.units[0].name!r} are DTensors, which have taken the places of the parameters; "
-                "load full_state_dict(model, rank0_only=False) into a plain model."
+                f"unwrap: parameters of {engine.units[0].name!r} are DTensors over other dimensions, and rank 0 alone would have "
+                "a part of them; leave out rank0_only, or take full_state_dict(model)."
             )
     for module in model.modules():
         instead = getattr(type(module), KEEPS_ENGINE, None)

@@ -25,8 +25,8 @@ from fsdp.building.shardable import (
     check_renormalised,
     check_shardable,
     check_triggers,
+    choose_cuts,
     choose_dtypes,
-    choose_shard_dims,
     device_of,
     with_dtensors,
 )
@@ -127,16 +127,21 @@ def fully_shard(
         plan = _plan(modules, auto_wrap_policy, ignored_modules, ignored_params)
         config = with_dtensors(config, plan)
         _check_plan(plan, comms, config, modules[0])
-        choose_shard_dims(plan, config, mesh, shard_placement_fn)
+        choose_cuts(plan, config, mesh, shard_placement_fn, comms)
         choose_dtypes(plan, config, mp_policy)
         check_initialisation(plan, param_init_fn)
         return config, plan
 
     config, plan = agree(comms.joint, prepare)
-    around = groups_around(mesh, given)
+    own = [info for one in plan for info in one.param_infos if info.mesh is not None]
+    meshes = dict.fromkeys((mesh, *(info.mesh for info in own)))
+    around = dict.fromkeys(group for one in meshes for group in groups_around(one, given))
     intercept_engine_calls(translate_shards)
     dtensor_mesh = open_mesh(process_group, mesh, device_of(plan)) if config.dtensors else None
     comms = open_comms(*ranks, config.reduction.streams)._replace(across=comms.across)
+    for info in own:
+        info.comms = open_comms(None, info.mesh, config.mesh_kind, config.reduction.streams)
+    comms = comms._replace(inner=tuple(dict.fromkeys(info.comms for info in own if info.comms is not None)))
     for group in around:
         comms = open_routed(group, comms)[1]
     with torch.inference_mode(False):  # the shards can be trained, also if the module is wrapped in inference mode
@@ -175,7 +180,8 @@ class FullyShardedDataParallel(nn.Module):
             dimension shards, its first dimension holds replicas. The shape of that mesh over all ranks, (replicas, shards), is
             accepted too, and is the only form inside `fsdp.simulate`. Default None.
         auto_wrap_policy: chooses the inner units: "auto", a set of module classes, a `callable(name, module) -> bool`, or a
-            policy of FSDP1 (`ModuleWrapPolicy`, `CustomPolicy`, a function of `(module, recurse, nonwrapped_numel)`). "auto"
+            policy of FSDP1 (`ModuleWrapPolicy`, `CustomPolicy`, a function of `(module, recurse, nonwrapped_numel)`). A
+            `CustomPolicy` may give a module of experts a `mesh` of their own. "auto"
             makes units of at most an eighth of the parameters, and none of less than 1 MiB. Default None: no unit besides
             `module` and those wrapped already. Refused: an empty set, a class outside a set, a policy that chooses
             a module without a forward.
@@ -224,7 +230,8 @@ class FullyShardedDataParallel(nn.Module):
             DTensor that tensor parallelism has made is cut once more. Make the optimizer after wrapping. Refused: "NO_SHARD", a
             parameter without dimensions. Default False.
         shard_placement_fn: with `dtensors`, a function that returns `Shard(dim)` for a parameter to be cut along `dim`, or None.
-            Default None: between rows, Shard(0). Shards along another dimension are not contiguous.
+            Default None: between rows, Shard(0). Shards along another dimension are not contiguous. FSDP2's
+            `ShardPlacementResult` cuts it over a mesh of its own, over some of the ranks: an expert's.
         uneven_paths: True lets ranks go different ways: leave units out, repeat them, take them in another order, evaluate on
             some ranks only. Gradients are averages over all ranks, in which a rank without a gradient counts as zero. Reductions
             begin when all ranks are at the end of the backward, and unsharded gradients are in memory until then. It includes

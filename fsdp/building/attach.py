@@ -40,7 +40,7 @@ def attach(
     offloads = any(unit.copies_shards for unit in units)
     streams = delayed(make_streams(device, len(comms.lanes), offloads), comms.world_comm.rank, device)
     tracker = MemoryTracker()
-    inner = dict.fromkeys(unit.comms for unit in units if not unit.comms.same_ranks_as(comms))
+    inner = dict.fromkeys(flat.comms for unit in units for flat in unit.flats if not flat.comms.same_ranks_as(comms))
     comms = comms._replace(inner=tuple(inner))
     for unit in units:
         unit.join(comms, streams, tracker, device, torch.device("cpu") if offloads else device)

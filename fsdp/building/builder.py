@@ -4,7 +4,7 @@ A model on the meta device gets its memory here, in the order of its modules. Ea
 have values, so no rank ever holds more than one unsharded unit and the layers around it.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import is_not
 from typing import Any
 
@@ -15,6 +15,7 @@ from fsdp.autograd.pytree import MANAGED
 from fsdp.building.attach import attach, detach
 from fsdp.building.choose_units import Planned, buffers_of
 from fsdp.building.dissolve import HasGrad, agree_on_gradients, dissolve
+from fsdp.comm.communicator import Communicator
 from fsdp.comm.context import CommContext
 from fsdp.config import Config
 from fsdp.device.streams import META, default_device
@@ -25,7 +26,7 @@ from fsdp.params.module_tree import IGNORED
 from fsdp.params.shown_params import show_plainly
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import unit_ref_of
-from fsdp.shards.dtensors import Mesh
+from fsdp.shards.dtensors import Mesh, local_of
 
 Initialise = Callable[[nn.Module], object]
 
@@ -76,7 +77,7 @@ def build(
     _check_replicas(new_units, comms)
     _check_shared(new_units, comms)
     if config.sync_module_states:
-        _broadcast(((name, buffer.detach()) for name, buffer in buffers_of(plan[0])), comms)
+        _broadcast((name, buffer.detach(), comms.world_comm) for name, buffer in buffers_of(plan[0]))
     inside: list[set[int]] = [set() for _ in plan]
     # where ranks may go different ways, nobody else shall keep them on one
     marks = dict.fromkeys(MANAGED, not units[0].config.uneven_paths)
@@ -170,7 +171,7 @@ class _Builder:
         for module in one.members:
             self._prepare(module, index)
         if one.unit is None and self._config.sync_module_states:
-            _broadcast(((info.names[0], info.parameter.detach()) for info in one.param_infos), self._comms)
+            _broadcast(_parameters_of(one, self._comms))
         unit = one.unit or self._make(one)
         unit.rename(one.name)
         self._units[index] = unit
@@ -180,7 +181,7 @@ class _Builder:
         for info in one.param_infos:
             for module, _ in info.slots:
                 show_plainly(module)  # it may have shown a parameter that belonged to another unit
-        flats = make_flat_buffers(one.param_infos, config, self._comms.shard_comm, self._mesh)
+        flats = make_flat_buffers(one.param_infos, config, self._comms, self._mesh)
         return Unit(one.members, one.name, flats, config, self._comms)
 
     def _prepare(self, module: nn.Module, index: int) -> None:
@@ -223,10 +224,26 @@ def _reset(module: nn.Module) -> None:
     module.reset_parameters()  # type: ignore[operator]  # checked before anything was changed
 
 
-def _broadcast(states: Iterator[tuple[str, Tensor]], comms: CommContext) -> None:
+def _parameters_of(one: Planned, comms: CommContext) -> Iterator[tuple[str, Tensor, Communicator]]:
+    """The parameters of a unit by name, each with the communicator of the ranks that begin with the same values of it.
+
+    A parameter that tensor parallelism has cut begins with the same part where it will be cut further. All ranks of all meshes
+    begin with the same values of any other.
+    """
+    for info in one.param_infos:
+        local = local_of(info.parameter)
+        is_cut = not all(one.is_replicate() for one in getattr(info.parameter, "placements", ()))
+        yield (
+            info.names[0],
+            (info.parameter if local is None else local).detach(),
+            (info.comms or comms).world_comm if is_cut else comms.joint,
+        )
+
+
+def _broadcast(states: Iterable[tuple[str, Tensor, Communicator]]) -> None:
     with torch.no_grad():
-        for name, state in states:
+        for name, state, comm in states:
             contiguous = state.contiguous()
-            comms.world_comm.broadcast(contiguous, 0, name).wait()
+            comm.broadcast(contiguous, 0, name).wait()
             if contiguous is not state:
                 state.copy_(contiguous)

@@ -83,12 +83,20 @@ def make_plan(
                 "module that contains it."
             )
     left_alone = _modules_to_ignore(roots, ignored, unit_of)
-    chosen = _chooser(policy, roots[0], left_alone)
+    meshes = custom_choice(policy, roots[0], left_alone) if _is_custom(policy) else {}
+    chosen = _chooser(policy, roots[0], left_alone, meshes)
     _check_classes(policy, roots)
     walk = _Walk(roots, chosen, unit_of, is_wrapper, left_alone, _params_to_ignore(ignored_params))
     for number, root in enumerate(roots):
         walk.visit(root, str(number) if len(roots) > 1 else "", ())
-    return walk.planned()
+    plan = walk.planned()
+    for one in plan:
+        mesh = meshes.get(id(one.module))
+        if mesh is not None and one.unit is not None:
+            raise ShardingError(f"auto_wrap_policy gives {one.name!r} a mesh, and it was wrapped before: give the mesh there.")
+        for info in one.param_infos:
+            info.mesh = mesh
+    return plan
 
 
 class _Walk:
@@ -345,8 +353,13 @@ def _check_classes(policy: Any, roots: Sequence[nn.Module]) -> None:
         )
 
 
-def _chooser(policy: Any, root: nn.Module, ignored: Collection[int]) -> Choice:
-    """Return the policy as one function of a module's name and the module."""
+def _is_custom(policy: Any) -> bool:
+    """Whether a policy is FSDP1's `CustomPolicy`, or the like."""
+    return hasattr(policy, "_run_policy") and not hasattr(policy, "_module_classes")
+
+
+def _chooser(policy: Any, root: nn.Module, ignored: Collection[int], custom: Collection[int]) -> Choice:
+    """Return the policy as one function of a module's name and the module. `custom`: what a `CustomPolicy` chooses."""
     if policy is None:
         return lambda name, module: False
     if policy == "auto":
@@ -363,8 +376,8 @@ def _chooser(policy: Any, root: nn.Module, ignored: Collection[int]) -> Choice:
                 else "auto_wrap_policy is empty; leave it out to make the whole module one unit."
             )
         return lambda name, module: isinstance(module, members)
-    if hasattr(policy, "_run_policy"):
-        return custom_choice(policy, root, ignored)
+    if _is_custom(policy):
+        return lambda name, module: id(module) in custom
     if isinstance(policy, type):
         raise ShardingError(f"auto_wrap_policy is the class {policy.__name__}; put it in a set: {{{policy.__name__}}}.")
     if callable(policy):

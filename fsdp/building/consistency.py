@@ -49,6 +49,7 @@ def _describe(config: Config, plan: Sequence[Planned]) -> list[str]:
             names, owner = " = ".join(info.names), owning_unit(p)
             shape = tuple(owner.unsharded_of(p).shape if isinstance(owner, Unit) else p.shape)
             cut = f" cut along dimension {info.shard_dim}" if info.shard_dim else ""
+            cut += "" if info.mesh is None else f" over a mesh of {info.mesh.size()} ranks"
             kept = " which computes in it" if info.keeps_dtype else ""
             lines.append(f"parameter {names!r} {shape} {p.dtype}{kept}" + ("" if p.requires_grad else " frozen") + cut)
     return lines

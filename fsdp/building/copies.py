@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp.building.dissolve import refuse_losses
 from fsdp.comm.context import CommContext
@@ -22,8 +22,7 @@ from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.forward_hooks import SideOutputs
 from fsdp.runtime.refuse_copy import RefuseCopy
-from fsdp.runtime.registry import UnitRef, refuse_unless_resting
-from fsdp.shards.shard_parameter import become_full, make_plain
+from fsdp.runtime.registry import KEEPS_ENGINE, UnitRef, refuse_unless_resting
 
 Attach: TypeAlias = Callable[[Sequence[Unit], Sequence[frozenset[int]], CommContext], Engine]
 Memo: TypeAlias = dict[int, Any]
@@ -103,10 +102,10 @@ def _refuse_losses(engine: Engine) -> None:
         raise ShardingError(
             f"copy.deepcopy: unit {name!r} is a list of modules, which are copied one by one; copy a model that contains them."
         )
-    if any(unit.replaces_params for unit in engine.units):
+    if any(unit.replaces_params and hasattr(module, KEEPS_ENGINE) for unit in engine.units for module in unit.modules):
         raise ShardingAssertion(
-            f"copy.deepcopy: FSDP does not support deepcopy where shards are DTensors, as those of {name!r}: they have taken the "
-            "places of the parameters. Copy the plain model before you wrap it, and load the state dict into the copy."
+            f"copy.deepcopy: FSDP does not support deepcopy of {name!r}, which FSDP2's fully_shard has wrapped. Copy the plain "
+            "model before you wrap it, and load the state dict into the copy."
         )
     ModuleTree.of(engine.units[0].module).check(engine.units)
     refuse_losses(engine, "copy.deepcopy")
@@ -119,11 +118,14 @@ def _refuse_losses(engine: Engine) -> None:
 
 def _copy_as_stand_in(flat: FlatBuffer, number: int, parameter: nn.Parameter, memo: Memo) -> None:
     """Put the copy of a sharded parameter into `memo`: a parameter of the full shape, with the memory of one element."""
-    full = torch.empty((), dtype=flat.shard.dtype, device=flat.device).expand(flat.layout.slots[number].shape)
-    if id(parameter) in memo:  # found before its module, in an optimizer for example
-        become_full(memo[id(parameter)], full)
-    else:
-        memo[id(parameter)] = make_plain(parameter, full)
+    full = _without_memory(flat, number)
+    # one that was found before its module, in an optimizer for example, is there already
+    memo[id(parameter)] = flat.placements[number].stand_in(parameter, full, memo.get(id(parameter)))
+
+
+def _without_memory(flat: FlatBuffer, number: int) -> Tensor:
+    """A tensor like an unsharded parameter, as the flat buffer stores it, with the memory of one element."""
+    return torch.empty((), dtype=flat.shard.dtype, device=flat.device).expand(flat.layout.slots[number].shape)
 
 
 @contextmanager
@@ -156,8 +158,13 @@ def _copy_unit(unit: Unit, memo: Memo) -> Unit:
                         "plain module instead."
                     )
         numbers, itemsize = range(len(infos)), flat.unsharded.element_size()
-        again = place_again(flat.placements, flat.sharded_params, numbers, flat.shard.dtype, itemsize)
-        copied = FlatBuffer(infos, again, flat.unsharded.dtype, config.offload)
+        shards = [info.parameter for info in infos]
+        for number, (info, placement) in enumerate(zip(infos, flat.placements, strict=True)):
+            if placement.replaces_param:
+                full = placement.shown(_without_memory(flat, number))
+                info.replace(nn.Parameter(full, info.parameter.requires_grad))
+        again = place_again(flat.placements, shards, numbers, flat.shard.dtype, itemsize)
+        copied = FlatBuffer(infos, again, flat.comms, flat.unsharded.dtype, config.offload)
         copied.shard.copy_(flat.shard)
         flats.append(copied)
     return Unit([memo[id(module)] for module in unit.modules], unit.name, flats, config, unit.comms)

@@ -3,13 +3,15 @@
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.joint_gather import gather_parts
 from fsdp.errors import ShardingError
+from fsdp.params.param_info import ParamInfo
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
+from fsdp.shards.dtensors import is_replaced
 from fsdp.shards.shard_tensor import plain
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
 
@@ -55,7 +57,8 @@ def agree_on_gradients(units: Iterable[Unit], world_comm: Communicator, function
 def dissolve(unit: Unit, has_grad: HasGrad, keeps: bool = True) -> None:
     """Turn the parameters of `unit`, which has no engine any more, into ordinary ones. Communicates.
 
-    With `keeps` they have their full values and gradients, in memory of their own; without it they are on the meta device.
+    With `keeps` they have their full values and gradients, in memory of their own; without it they are on the meta device. What
+    was a DTensor before it was sharded is one again.
 
     Memory: the full parameters and gradients of the unit, beside its shards; without `keeps`, one parameter.
     """
@@ -67,6 +70,21 @@ def dissolve(unit: Unit, has_grad: HasGrad, keeps: bool = True) -> None:
             full, gradient = full.to("meta"), None
         param_shard.flat.restore_param(param_shard.number, full, gradient)
     unit.dissolve()
+    for sharded, info in zip(unit.sharded_params, unit.param_infos, strict=True):
+        if info.parameter is not sharded:
+            _replace_dtensor(sharded, info)
+
+
+def _replace_dtensor(sharded: nn.Parameter, info: ParamInfo) -> None:
+    """Put the parameter of `info` in the place of the DTensor `sharded`, with the hooks that the user has set on that."""
+    parameter = info.parameter
+    is_replaced(sharded, "was made for the shards of a module that has been unwrapped: make another one from its parameters.")
+    for hook in (sharded._backward_hooks or {}).values():
+        parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+    for hook in (sharded._post_accumulate_grad_hooks or {}).values():
+        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    for module, slot in info.slots:
+        setattr(module, slot, parameter)
 
 
 def _gather_grad(param_shard: ParamShard, unit: Unit) -> Tensor:
@@ -77,6 +95,8 @@ def _gather_grad(param_shard: ParamShard, unit: Unit) -> Tensor:
 
 
 def _gather(param_shard: ParamShard, local: Tensor, unit: Unit) -> Tensor:
-    """The full tensor of which `local` is this rank's part, on every rank, on the device that computes, in memory of its own."""
-    full = torch.empty(param_shard.shape, dtype=local.dtype, device=param_shard.flat.device)
-    return gather_parts(full, param_shard.placement.cut.spans(), local, unit.comm, unit.name)
+    """The unsharded tensor of which `local` is this rank's part, on every rank, where that computes, in memory of its own."""
+    flat, placement = param_shard.flat, param_shard.placement
+    full = torch.empty(placement.extent.shape, dtype=local.dtype, device=flat.device)
+    gather_parts(full, placement.cut.spans(), placement.stored(local), flat.comm, unit.name)
+    return placement.unsharded(placement.shown(full).contiguous())

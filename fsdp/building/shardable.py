@@ -1,7 +1,7 @@
 """What cannot be sharded: found before anything changes, so that every rank refuses and no module is left half sharded."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
@@ -14,7 +14,7 @@ from fsdp.building.choose_units import Planned, buffers_of
 from fsdp.building.other_engines import other_engine
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.context import CommContext
-from fsdp.comm.dtensor_mesh import check_joins
+from fsdp.comm.dtensor_mesh import check_joins, ranks_around, ranks_of
 from fsdp.config import Config, MeshKind
 from fsdp.errors import ShardingError
 from fsdp.params.param_info import ParamInfo
@@ -88,47 +88,85 @@ def check_ranks(name: str, unit: Unit, comms: CommContext, config: Config) -> No
     Raises:
         ShardingError: it cannot.
     """
-    if unit.comms.same_ranks_as(comms):
+    others = {one for one in (unit.comms, *(flat.comms for flat in unit.flats)) if not one.same_ranks_as(comms)}
+    if not others:
         return
     root = set(comms.world_comm.ranks)
     alike = unit.config.mesh_kind is config.mesh_kind is MeshKind.SHARD
-    if not alike or not set(unit.comms.world_comm.ranks) < root:
+    if not alike or not all(set(one.world_comm.ranks) < root for one in others):
         raise ShardingError(
             f"unit {name!r} was wrapped over another process group or mesh, or with a strategy that shares the work in "
             "another way; wrap all units of a model alike. Experts may be wrapped over a part of the ranks, with the strategy of "
             "the rest."
         )
-    for placement in (placement for flat in unit.flats for placement in flat.placements):
-        if set(placement.ranks) != root:
+    placements = [placement for flat in unit.flats if flat.comms in others for placement in flat.placements]
+    _check_part(f"unit {name!r}", {placement.name: placement.ranks for placement in placements}, root, config)
+
+
+def _check_part(what: str, parameters: Mapping[str, Sequence[int]], root: set[int], config: Config) -> None:
+    """Check what is cut over a part of the ranks `root`. `parameters`: by name, the ranks that have a part of each.
+
+    Raises:
+        ShardingError: some ranks have no part of one, or there is an option for which all ranks must have the same units.
+    """
+    for name, ranks in parameters.items():
+        if set(ranks) != root:
             raise ShardingError(
-                f"unit {name!r} was wrapped over a part of the ranks, and nothing says what the others have in place of "
-                f"{placement.name!r}: make it a DTensor over them first, such as distribute_tensor(parameter, mesh['ep'], "
+                f"{what} was wrapped over a part of the ranks, and nothing says what the others have in place of "
+                f"{name!r}: make it a DTensor over them first, such as distribute_tensor(parameter, mesh['ep'], "
                 "[Shard(0)]), with mesh['ep'] and the mesh of the unit from one mesh over all ranks."
             )
     if config.uneven_paths or config.broadcast_buffers:
         raise ShardingError(
-            f"unit {name!r} was wrapped over a part of the ranks; leave out uneven_paths and broadcast_buffers, for which "
+            f"{what} was wrapped over a part of the ranks; leave out uneven_paths and broadcast_buffers, for which "
             "all ranks must have the same units."
         )
 
 
-def choose_shard_dims(plan: Sequence[Planned], config: Config, mesh: Any, placement_of: Any) -> None:
-    """Note for each parameter of the new units along which dimension it is cut: the one of `placement_of(parameter)`.
+def choose_cuts(plan: Sequence[Planned], config: Config, mesh: Any, placement_of: Any, comms: CommContext) -> None:
+    """Note for each parameter of the new units how it is cut, as `placement_of(parameter)` says: the dimension, and the mesh.
+
+    The mesh is None where it is `mesh`, or has its ranks, those of `comms`.
 
     Raises:
-        ShardingError: it chooses something else than a dimension of the parameter, the shards are no DTensors, or a parameter
-            that is a DTensor already lies on a mesh which does not fit `mesh`.
+        ShardingError: the function chooses something else than a dimension of the parameter, the shards are no DTensors, or a
+            parameter that is a DTensor already lies on a mesh which does not fit.
     """
     if placement_of is not None and not config.dtensors:
         raise ShardingError("shard_placement_fn chooses the placements of DTensors; give dtensors=True, or leave it out.")
     if placement_of is not None and not callable(placement_of):
         raise ShardingError(f"shard_placement_fn must be a function of a parameter, not {placement_of!r}.")
     for info in (info for one in plan if one.unit is None for info in _not_sharded_yet(one)):
-        name, given = info.names[0], None if placement_of is None else placement_of(info.parameter)
+        name = info.names[0]
+        given: Any = None if placement_of is None else placement_of(info.parameter)
+        if hasattr(given, "mesh_info"):  # FSDP2's ShardPlacementResult
+            given, info.mesh = given.placement, given.mesh_info.mesh
         if given is not None:
             info.shard_dim = dim_of(name, info.parameter, given)
+        if info.mesh == mesh or ranks_of(info.mesh) == tuple(comms.world_comm.ranks):
+            info.mesh = None
+        root = set(comms.world_comm.ranks)
+        if info.mesh is not None:
+            _check_mesh(name, info.mesh, root, config)
         if _is_dtensor(info.parameter):
-            check_joins(name, info.parameter, mesh)
+            check_joins(name, info.parameter, info.mesh or mesh)
+        if info.mesh is not None:
+            lies = ranks_around(info.mesh, [info.parameter]) if _is_dtensor(info.parameter) else ()
+            _check_part(f"parameter {name!r}", {name: lies}, root, config)
+
+
+def _check_mesh(name: str, mesh: Any, root: set[int], config: Config) -> None:
+    """Check that a parameter can be cut over a mesh of its own, over some of the ranks `root` of its unit.
+
+    Raises:
+        ShardingError: it cannot.
+    """
+    ranks = ranks_of(mesh)
+    if not ranks or mesh.ndim > 1 or not {*ranks} < root or config.mesh_kind is not MeshKind.SHARD:
+        raise ShardingError(
+            f"parameter {name!r} is to be cut over {mesh!r}: give a DeviceMesh of one dimension over some of the ranks of its "
+            'unit, such as mesh["edp"], and none with "HYBRID_SHARD" and "NO_SHARD".'
+        )
 
 
 def choose_dtypes(plan: Sequence[Planned], config: Config, policy: Any) -> None:
@@ -271,6 +309,8 @@ def _broadcast_problem(tensor: Tensor) -> str | None:
     """Why rank 0's values cannot be put into a buffer or parameter; None if they can."""
     if is_lazy(tensor):
         return "is not initialised yet"
+    if isinstance(tensor, nn.Parameter) and (local := local_of(tensor)) is not None:
+        tensor = local
     if not _has_plain_operators(tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
         return f"is a {type(tensor).__name__} of layout {tensor.layout} and dtype {tensor.dtype}"
     if tensor.is_inference():

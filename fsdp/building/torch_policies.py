@@ -1,7 +1,7 @@
 """FSDP1's and FSDP2's own objects as options here: wrapping, mixed precision, offload. Imports nothing of them."""
 
 from collections.abc import Callable, Collection
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -71,21 +71,20 @@ def fsdp1_choice(policy: Fsdp1Policy, root: nn.Module, ignored: Collection[int])
     return lambda name, module: id(module) in chosen
 
 
-def custom_choice(policy: CustomPolicy, root: nn.Module, ignored: Collection[int]) -> Choice:
-    """Ask an FSDP1 `CustomPolicy`.
+def custom_choice(policy: CustomPolicy, root: nn.Module, ignored: Collection[int]) -> dict[int, Any]:
+    """Ask an FSDP1 `CustomPolicy`: the modules that it chooses, by id, each with a mesh of its own or None.
 
     Raises:
-        ShardingError: it gives a module options of its own.
+        ShardingError: it gives a module another option.
     """
     found = policy._run_policy(root, {module for module in root.modules() if id(module) in ignored}, {})
     for module, options in found.items():
-        if options:
+        if options.keys() - {"mesh"}:
             raise ShardingError(
-                f"auto_wrap_policy gives a {type(module).__name__} the options {options}; units of one call have the same. "
-                "Wrap that module first, by fsdp.fully_shard with its own options."
+                f"auto_wrap_policy gives a {type(module).__name__} the options {options}; units of one call have the same but "
+                "for mesh. Wrap that module first, by fsdp.fully_shard with its own options."
             )
-    chosen = {*map(id, found)}
-    return lambda name, module: id(module) in chosen
+    return {id(module): options.get("mesh") for module, options in found.items()}
 
 
 # mixed precision --------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def export_safetensors(
                 writer.take(name, tensor if writer.writer_of(name) == 0 else _of_rank_0(name, tensor, comm))
             memory = memory_for([param_range for _, param_range in ranges])
             for unit, param_range in ranges:
-                buffer = gather_range(param_range, unit.comm, unit.name, memory)
+                buffer = gather_range(param_range, unit.name, memory)
                 for param_shard in param_range.param_shards:
                     writer.take(names[id(param_shard.parameter)], param_range.full_param(buffer, param_shard))
 

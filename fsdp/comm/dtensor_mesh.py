@@ -25,16 +25,21 @@ def open_mesh(process_group: Any, mesh: Any, device: torch.device) -> DeviceMesh
     return DeviceMesh.from_group(process_group or c10d._get_default_group(), device.type)
 
 
+def ranks_of(mesh: Any) -> tuple[int, ...]:
+    """The ranks of a DeviceMesh, in its order; of anything else, none."""
+    return tuple(mesh.mesh.flatten().tolist()) if isinstance(mesh, DeviceMesh) else ()
+
+
 def ranks_around(mesh: Any, tensors: Iterable[Any]) -> tuple[int, ...]:
     """The ranks of `mesh`, and of the meshes over which tensor parallelism has spread some of `tensors`. Does not communicate."""
     if not isinstance(mesh, DeviceMesh):
         return ()
-    found = {*mesh.mesh.flatten().tolist()}
+    found = {*ranks_of(mesh)}
     for own in dict.fromkeys(own for one in tensors if (own := getattr(one, "device_mesh", None)) is not None):
-        ranks = {*own.mesh.flatten().tolist()}
+        ranks = {*ranks_of(own)}
         if ranks & found != found:
             try:
-                ranks = {*DeviceMesh._concatenate([mesh, own]).mesh.flatten().tolist()}
+                ranks = {*ranks_of(DeviceMesh._concatenate([mesh, own]))}
             except (RuntimeError, TypeError):
                 continue  # `check_joins` refuses it
         found |= ranks

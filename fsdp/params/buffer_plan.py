@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fsdp.comm.communicator import Communicator
+from fsdp.comm.context import CommContext
 from fsdp.config import Config, MeshKind
 from fsdp.device.storage import size_of
 from fsdp.params.flat_buffer import FlatBuffer
@@ -16,16 +16,18 @@ from fsdp.shards.dtensors import Mesh
 
 
 def make_flat_buffers(
-    param_infos: Sequence[ParamInfo], config: Config, comm: Communicator, mesh: Mesh | None = None
+    param_infos: Sequence[ParamInfo], config: Config, comms: CommContext, mesh: Mesh | None = None
 ) -> tuple[FlatBuffer, ...]:
-    """The flat buffers of a unit, planned by dtype, `requires_grad` and the bucket cap. `mesh`: see `place`."""
-    return tuple([_make(members, config, comm, mesh) for members in _plan(param_infos, config)])
+    """The flat buffers of a unit, planned by mesh, dtype, `requires_grad` and the bucket cap. `mesh`: see `place`."""
+    return tuple([_make(members, config, comms, mesh) for members in _plan(param_infos, config)])
 
 
-def _make(members: Sequence[ParamInfo], config: Config, comm: Communicator, mesh: Mesh | None) -> FlatBuffer:
+def _make(members: Sequence[ParamInfo], config: Config, comms: CommContext, mesh: Mesh | None) -> FlatBuffer:
+    comms, mesh = members[0].comms or comms, members[0].mesh or mesh
     kept = members[0].parameter.dtype
     dtype = compute_dtype(members[0], kept, config)
-    return FlatBuffer(members, place(members, min(kept.itemsize, dtype.itemsize), config, comm, mesh), dtype, config.offload)
+    placements = place(members, min(kept.itemsize, dtype.itemsize), config, comms.shard_comm, mesh)
+    return FlatBuffer(members, placements, comms, dtype, config.offload)
 
 
 def compute_dtype(param_info: ParamInfo, dtype: torch.dtype, config: Config) -> torch.dtype:
@@ -35,7 +37,7 @@ def compute_dtype(param_info: ParamInfo, dtype: torch.dtype, config: Config) -> 
 
 
 def _plan(param_infos: Sequence[ParamInfo], config: Config) -> Iterator[list[ParamInfo]]:
-    """The parameters of a unit, grouped by dtype and `requires_grad`, each group cut at the size of a bucket.
+    """The parameters of a unit, grouped by mesh, dtype and `requires_grad`, each group cut at the size of a bucket.
 
     Frozen parameters are cut in the same way, so that a frozen copy of a trained unit (a momentum encoder) has its layout.
     A parameter whose gradients stay sparse has a flat buffer of its own.
@@ -44,7 +46,7 @@ def _plan(param_infos: Sequence[ParamInfo], config: Config) -> Iterator[list[Par
     for info in param_infos:
         alone = id(info) if info.is_sparse and config.mesh_kind is MeshKind.REPLICATE else None
         kind = info.parameter.dtype, compute_dtype(info, info.parameter.dtype, config), info.parameter.requires_grad
-        groups.setdefault((*kind, alone), []).append(info)
+        groups.setdefault((*kind, alone, info.comms), []).append(info)
     for members in groups.values():
         yield from _cut(members, config)
 

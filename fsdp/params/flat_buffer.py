@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from fsdp.comm.communicator import Communicator
+from fsdp.comm.context import CommContext
 from fsdp.config import OffloadPolicy
 from fsdp.device.home import home_of
 from fsdp.device.storage import Cutter, MemoryTracker, ResizableStorage, SharedStorage, storage_key
@@ -51,10 +51,16 @@ class FlatBuffer:
         self,
         param_infos: Sequence[ParamInfo],
         placements: Sequence[Placement],
+        comms: CommContext,
         dtype: torch.dtype,
         offload: OffloadPolicy | None = None,
     ) -> None:
-        """`placements`: those of the parameters, all of one class and in one layout. `dtype`: in which they compute."""
+        """`placements`: those of the parameters, all of one class and in one layout. `dtype`: in which they compute.
+
+        `comms`: of the ranks among which they are cut.
+        """
+        self.comms = comms
+        self.comm = comms.shard_comm
         self.param_infos = tuple(param_infos)
         self.placements = tuple(placements)
         kind = self.placements[0]
@@ -140,6 +146,11 @@ class FlatBuffer:
         placement.make_shard(info, shard)
         info.parameter.grad = None if gradient is None else placement.as_shard(gradient)
 
+    def join(self, comms: CommContext) -> None:
+        """Become part of a root: use its communicators, if they connect the same ranks."""
+        if self.comms.same_ranks_as(comms):
+            self.comms = comms
+
     def restore_param(self, index: int, full: Tensor, gradient: Tensor | None) -> None:
         """Make a parameter an ordinary one with the values `full` and this gradient, see `Placement.make_full`.
 
@@ -195,14 +206,18 @@ class FlatBuffer:
         """This rank's chunk of a flat tensor in the order of the wire: (W * C,) -> (C,)."""
         return flat.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)
 
-    def gather_copy(self, dtype: torch.dtype, comm: Communicator, unit: str) -> Tensor:
+    def own_chunk(self, flat: Tensor) -> Tensor:
+        """This rank's chunk of an unsharded tensor in the order of the memory: (W * C,) -> (C,), a copy."""
+        return torch.cat([segment[self.rank] for segment in self.wire.segments_of(flat)])
+
+    def gather_copy(self, dtype: torch.dtype, unit: str) -> Tensor:
         """A full copy (W * C,) of this buffer, in `dtype` and in memory of its own.
 
         Traffic: this rank receives (W - 1) * C elements
         """
         gathered = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
         self.local_chunk(gathered).copy_(self.shard)
-        comm.all_gather(gathered, copy_label(unit)).wait()
+        self.comm.all_gather(gathered, copy_label(unit)).wait()
         return self.wire.to_memory(gathered)
 
     @property

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from fsdp.comm.context import CommContext
+
 
 class ParamInfo:
     """One parameter of a unit, its names, and every module attribute that holds it."""
 
-    __slots__ = ("_slots", "keeps_dtype", "kept_accumulator", "names", "parameter", "shard_dim")
+    __slots__ = ("_slots", "comms", "keeps_dtype", "kept_accumulator", "mesh", "names", "parameter", "shard_dim")
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
@@ -22,6 +24,10 @@ class ParamInfo:
         self._slots: list[tuple[weakref.ref[nn.Module], str]] = []
         self.shard_dim = 0
         """The dimension along which the parameter is cut, if its shard is a DTensor."""
+        self.mesh: Any = None
+        """The mesh over which the parameter is cut, if that is another one than that of its unit: an expert's."""
+        self.comms: CommContext | None = None
+        """The communicators over `mesh`."""
         self.keeps_dtype = False
         """Whether the parameter computes in its own dtype, whatever mixed precision says."""
         self.kept_accumulator: Any = None

@@ -35,18 +35,21 @@ from fsdp.params.layout import Layout, make_layout, make_row_layout
 from fsdp.params.param_info import ParamInfo
 from fsdp.shards.cut import Shape
 from fsdp.shards.dtensors import (
+    STANDS_FOR,
     Mesh,
+    full_with_grad,
     keep_hooks,
     let_scalers_agree,
     local_of,
     local_of_full,
     make_dtensor,
+    ranks_of,
     replace_by_dtensor,
     specs_of,
 )
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.refusals import check_fit
-from fsdp.shards.shard_parameter import become_full, become_local, become_shard, moved_shards
+from fsdp.shards.shard_parameter import become_full, become_local, become_shard, make_plain, moved_shards
 from fsdp.shards.shard_tensor import ShardTensor, as_shard, plain
 from fsdp.shards.sharded_value import ShardedValue
 from fsdp.shards.state_placement import StatePlacement, has_dimensions, place_full, place_local, refuse_absent, refuse_shape
@@ -141,6 +144,13 @@ class Placement:
         """The full parameter of which the flat buffer stores `stored`. Communicates if tensor parallelism has cut it."""
         return stored
 
+    def over_all_dims(self, unsharded: Tensor, data_ranks: Sequence[int]) -> Tensor:
+        """The full parameter of an unsharded one, differentiable. Communicates if tensor parallelism has cut it.
+
+        `data_ranks`: the ranks over which gradients are averaged.
+        """
+        return unsharded
+
     def shard_in(self, chunk: Tensor) -> Tensor:
         """This rank's part of the parameter in a tensor (C,) that is cut like the shard: a view."""
         part = self.part
@@ -189,6 +199,16 @@ class Placement:
         parameter._backward_hooks = early or late
         keep_hooks(parameter)
         parameter.grad = gradient
+
+    def stand_in(self, shard: nn.Parameter, unsharded: Tensor, copied: nn.Parameter | None) -> nn.Parameter:
+        """The copy of `shard` in a copy of the model, until that is sharded: it has the data `unsharded`, or is a DTensor.
+
+        `copied`: what becomes that, if code has copied `shard` already.
+        """
+        if copied is None:
+            return make_plain(shard, unsharded)
+        become_full(copied, unsharded)
+        return copied
 
     def address_at(self, view: Tensor, before: int) -> int:
         """The `address` of a shard over `view`, after all memory has moved (see `fsdp.offload`). `before`: the former one."""
@@ -323,8 +343,7 @@ class DTensorPlacement(Placement):
 
     @property
     def ranks(self) -> Sequence[int]:
-        ranks: list[int] = self._spec.mesh.mesh.flatten().tolist()
-        return ranks
+        return ranks_of(self._spec)
 
     @property
     def coordinates(self) -> tuple[int, ...]:
@@ -361,6 +380,10 @@ class DTensorPlacement(Placement):
         full: Tensor = view if self._unsharded_spec is None else view.full_tensor()  # type: ignore[attr-defined]
         return full
 
+    def over_all_dims(self, unsharded: Tensor, data_ranks: Sequence[int]) -> Tensor:
+        spec = self._unsharded_spec
+        return unsharded if spec is None else full_with_grad(unsharded, {*ranks_of(spec)} <= {*data_ranks})
+
     def part_of_full(self, full: Tensor) -> Tensor:
         spec = self._unsharded_spec
         return self.local_part(full if spec is None else local_of_full(full, spec))
@@ -383,14 +406,20 @@ class DTensorPlacement(Placement):
         info.replace(replace_by_dtensor(info.parameter, self.as_shard(local), self._dtensor))
 
     def make_full(self, info: ParamInfo, unsharded: nn.Parameter, full: Tensor, gradient: Tensor | None) -> None:
-        """Let an ordinary parameter with the values `full` take the place of the DTensor, which has no gradient afterwards."""
+        """Let a parameter with the values `full` take the place of the DTensor, which has no gradient afterwards."""
         parameter = info.parameter
         parameter.grad = None
         stand_in = nn.Parameter(full, parameter.requires_grad)
         stand_in.__dict__.update(parameter.__dict__)
+        del stand_in.__dict__[STANDS_FOR]
         stand_in._backward_hooks, unsharded._backward_hooks = unsharded._backward_hooks, None
         stand_in.grad = gradient
         info.replace(stand_in)
+
+    def stand_in(self, shard: nn.Parameter, unsharded: Tensor, copied: nn.Parameter | None) -> nn.Parameter:
+        copied = nn.Parameter(self.as_shard(plain(shard)), shard.requires_grad) if copied is None else copied
+        copied.__dict__[STANDS_FOR] = True
+        return copied
 
     def address_at(self, view: Tensor, before: int) -> int:
         return before

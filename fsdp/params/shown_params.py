@@ -11,7 +11,7 @@ shard. Listings such as `parameters()` do not pass through here and always give 
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from operator import is_not
@@ -154,12 +154,14 @@ def show_plainly(module: nn.Module) -> None:
 class ModuleParams:
     """The parameters of one unit in one module, and which of them the module shows: the sharded or the unsharded ones."""
 
-    __slots__ = ("_module", "_param_dict", "_set_params", "_sharded_params", "_unsharded_params")
+    __slots__ = ("_module", "_param_dict", "_resting_params", "_set_params", "_sharded_params", "_unsharded_params")
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)  # see `Unit.module`
         self._sharded_params: dict[str, nn.Parameter] = {}
         self._unsharded_params: dict[str, nn.Parameter] = {}
+        self._resting_params = self._sharded_params
+        """What the module shows while the unit is not in use: the shards, or full parameters in their places."""
         if isinstance(module._parameters, ParamDict):
             module._parameters.share()
         else:
@@ -186,12 +188,18 @@ class ModuleParams:
 
     def use_sharded(self) -> None:
         """Let the module show the shards, and the unit answer reads. What the user has put in stays, for the next check."""
-        known = self._sharded_params
+        known = self._resting_params
         if self._param_dict.is_touched:
             ours = (known, self._unsharded_params)
             known = {name: p for name, p in known.items() if any(self._param_dict.get(name) is one[name] for one in ours)}
         self._set_params(known)
         self._param_dict.__class__ = InterceptingParamDict
+
+    def rest_on(self, full: Mapping[int, nn.Parameter]) -> None:
+        """Let the module show these in place of shards, by the id of the shard, while the unit is not in use, as now."""
+        shards = self._sharded_params
+        self._resting_params = {name: full[id(shard)] for name, shard in shards.items()} if full else shards
+        self._set_params(self._resting_params)
 
     def stop_intercepting(self) -> None:
         """Let reads give what the module shows: the unit's forward, or a recompute of it, begins."""
@@ -214,13 +222,13 @@ class ModuleParams:
         Raises:
             ShardingError: the user has put another parameter into the module.
         """
-        shown = list(map(self._param_dict.get, self._sharded_params))
-        if not any(map(is_not, shown, self._sharded_params.values())):
+        shown = list(map(self._param_dict.get, self._resting_params))
+        if not any(map(is_not, shown, self._resting_params.values())):
             return
         if not any(map(is_not, shown, self._unsharded_params.values())):
             return
-        for name, current, sharded in zip(self._sharded_params, shown, self._sharded_params.values(), strict=True):
-            if current is not sharded and current is not self._unsharded_params[name]:
+        for name, current, resting in zip(self._resting_params, shown, self._resting_params.values(), strict=True):
+            if current is not resting and current is not self._unsharded_params[name]:
                 place = f"{type(self.module).__name__}.{name} in unit {unit!r}"
                 if current is None:
                     raise ShardingError(

@@ -1,54 +1,67 @@
 """The full parameters of a unit inside `summon_full_params`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from fsdp.comm.communicator import Communicator
 from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
-from fsdp.params.param_info import ParamInfo
+from fsdp.params.placement import Placement
+from fsdp.shards.dtensors import is_replaced
 from fsdp.shards.shard_parameter import exchange
+from fsdp.shards.shard_tensor import plain
 
 
 class FullParams:
     """The full parameters of one unit, in memory of their own and in the dtype of the shards.
 
-    Between `gather` and `free` the user's Parameter objects are them.
+    Between `gather` and `free` the user's Parameter objects are them. Where shards are DTensors, they are objects of their own,
+    which the modules show: a DTensor cannot become an ordinary tensor.
     """
 
-    __slots__ = ("_buffers", "_exchanged", "_flats")
+    __slots__ = ("_addresses", "_buffers", "_exchanged", "_flats", "in_place_of")
 
     def __init__(self, flats: Sequence[FlatBuffer]) -> None:
         self._flats = flats
         self._buffers: list[Tensor] = []
         self._exchanged: list[tuple[nn.Parameter, nn.Parameter]] = []
-        """Each of the user's Parameter objects, with the object that is the shard meanwhile, and has its gradient."""
+        """Each full parameter with its shard. One of the two is the user's Parameter object."""
+        self._addresses: list[int] = []
+        """Of each full parameter that is a DTensor, its `Placement.address`; of the others 0."""
+        self.in_place_of: Mapping[int, nn.Parameter] = {}
+        """Those that are objects of their own, by the id of the shard."""
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the user's Parameter objects are full parameters."""
+        """Whether there are full parameters."""
         return bool(self._buffers)
 
     @torch.no_grad()
-    def gather(self, comm: Communicator, unit: str, tracker: MemoryTracker) -> None:
-        """Gather the parameters and turn the user's Parameter objects into them.
+    def gather(self, unit: str, tracker: MemoryTracker) -> None:
+        """Gather the parameters, and turn the user's Parameter objects into them where they can become them.
 
         Memory: W * C elements of the shards' dtype, until `free`.
         """
         for flat in self._flats:
-            buffer = flat.gather_copy(flat.shard.dtype, comm, unit)
+            buffer = flat.gather_copy(flat.shard.dtype, unit)
             tracker.add("lent", size_of(buffer))
             self._buffers.append(buffer)
+        own = {}
         for flat, buffer in zip(self._flats, self._buffers, strict=True):
-            for parameter, slot in zip(flat.sharded_params, flat.layout.slots, strict=True):
-                full = nn.Parameter(buffer[slot.start : slot.end].view(slot.shape).data, parameter.requires_grad)
-                exchange(parameter, full)
-                self._exchanged.append((parameter, full))
+            for parameter, placement in zip(flat.sharded_params, flat.placements, strict=True):
+                full = nn.Parameter(placement.full_in(buffer).data, parameter.requires_grad)
+                self._addresses.append(_address(placement, full))
+                if placement.replaces_param:
+                    own[id(parameter)] = full
+                    self._exchanged.append((full, parameter))
+                else:
+                    exchange(parameter, full)
+                    self._exchanged.append((parameter, full))
+        self.in_place_of = own
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -57,35 +70,41 @@ class FullParams:
         Raises:
             ShardingError: a parameter points at a tensor of another shape or dtype. Nothing was copied.
         """
-        views = list(self._views())
-        for info, view in views:
-            current = info.parameter
-            if current.shape != view.shape or current.dtype != view.dtype:
+        placed = [
+            (info.names[0], placement, placement.full_in(buffer))
+            for flat, buffer in zip(self._flats, self._buffers, strict=True)
+            for info, placement in zip(flat.param_infos, flat.placements, strict=True)
+        ]
+        for (full, _), (name, placement, view), address in zip(self._exchanged, placed, self._addresses, strict=True):
+            if full.shape != view.shape or full.dtype != view.dtype or _address(placement, full) != address:
                 raise ShardingError(
-                    f"parameter {info.names[0]!r} became {tuple(current.shape)}, {current.dtype} inside summon_full_params; "
+                    f"parameter {name!r} became {tuple(full.shape)}, {full.dtype} inside summon_full_params by `.data = x`; "
                     f"it is {tuple(view.shape)}, {view.dtype}. Copy into it instead."
                 )
-        for info, view in views:
-            if info.parameter.data_ptr() != view.data_ptr():
-                view.copy_(info.parameter.detach())
+        for (full, _), (_, _, view) in zip(self._exchanged, placed, strict=True):
+            now, before = plain(full), plain(view)
+            if now.data_ptr() != before.data_ptr():
+                before.copy_(now)
         shards = iter([shard for _, shard in self._exchanged])
         for flat, buffer in zip(self._flats, self._buffers, strict=True):
-            flat.set_shard(flat.local_chunk(buffer), list(islice(shards, len(flat.param_infos))))
-        for parameter, shard in self._exchanged:
-            if parameter._version:
+            flat.set_shard(flat.own_chunk(buffer), list(islice(shards, len(flat.param_infos))))
+        for full, shard in self._exchanged:
+            if full._version or id(shard) in self.in_place_of:
                 increment_version(shard)
 
     @torch.no_grad()
     def free(self, tracker: MemoryTracker) -> None:
         """Turn the user's Parameter objects into the shards again and drop the full parameters. Idempotent."""
-        for parameter, shard in self._exchanged:
-            exchange(parameter, shard)
+        for full, shard in self._exchanged:
+            if id(shard) in self.in_place_of:
+                is_replaced(full, "was made inside summon_full_params, of parameters that existed there alone: make it outside.")
+            else:
+                exchange(full, shard)
         for buffer in self._buffers:
             tracker.add("lent", -size_of(buffer))
-        self._buffers, self._exchanged = [], []
+        self._buffers, self._exchanged, self._addresses, self.in_place_of = [], [], [], {}
 
-    def _views(self) -> Iterator[tuple[ParamInfo, Tensor]]:
-        """Each parameter with its place in the gathered buffers."""
-        for flat, buffer in zip(self._flats, self._buffers, strict=True):
-            for info, slot in zip(flat.param_infos, flat.layout.slots, strict=True):
-                yield info, buffer[slot.start : slot.end].view(slot.shape)
+
+def _address(placement: Placement, full: nn.Parameter) -> int:
+    """Where a full parameter that is a DTensor lies: `.data = x` changes that, and not its values. 0 for any other."""
+    return placement.address(full) if placement.is_tensor_parallel else 0

@@ -8,7 +8,7 @@ Rule 2: the modules show unsharded parameters only between USE_UNSHARDED and USE
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Final
@@ -61,7 +61,7 @@ class Unit:
         self.name = name
         self.config = config
         self.comms = comms
-        """The communicators of the ranks among which the unit is cut."""
+        """The communicators of the ranks among which the unit is cut, but for flat buffers with others of their own."""
         self.comm = comms.shard_comm
         self._streams: Streams
         self._tracker: MemoryTracker
@@ -69,6 +69,7 @@ class Unit:
         self.shard_device = self._device
         """The device of numbers about the gradients of the root: the host's if shards of any of its units are there."""
         self._works: list[Work] = []
+        self._root_comms = comms
         self._process = os.getpid()
         self.is_put_away = False
         """Whether `fsdp.offload` has moved the shards to the host, until `fsdp.onload`."""
@@ -150,8 +151,10 @@ class Unit:
         self._streams = streams
         self._tracker = tracker
         self._device = device
+        self._root_comms = comms
         self.shard_device = shard_device
         for flat in self.flats:
+            flat.join(comms)
             flat.home.count(tracker, flat.shard)
 
     def set_put_away(self, put_away: bool) -> None:
@@ -317,7 +320,9 @@ class Unit:
     def full_value(self, parameter: nn.Parameter, copies: GatheredCopies | None = None) -> Tensor:
         """See `fsdp.full_tensor`. `copies`: see `gather_param`."""
         index = self._indices[id(parameter)]
-        return parameter if self.has_full_params else self._gather_param(index, self.sharded_params[index].dtype, copies)
+        flat, place = self._locate(index)
+        value = parameter if self.has_full_params else self._gather_param(index, flat.shard.dtype, copies)
+        return flat.placements[place].over_all_dims(value, self._root_comms.world_comm.ranks)
 
     def local_value(self, parameter: nn.Parameter) -> Tensor:
         """See `fsdp.to_local`."""
@@ -325,7 +330,8 @@ class Unit:
             raise ShardingError("to_local: full parameters cannot be trained; leave summon_full_params first.")
         self.check_shards()
         self.sync_requires_grad()
-        return self._used_outside(local_param(*self._locate(self._indices[id(parameter)]), self._on_external_grad))
+        ranks = self._root_comms.reduce_comm.size
+        return self._used_outside(local_param(*self._locate(self._indices[id(parameter)]), ranks, self._on_external_grad))
 
     def _gather_param(self, index: int, dtype: torch.dtype, copies: GatheredCopies | None = None) -> Tensor:
         self.refuse_forked()
@@ -334,7 +340,7 @@ class Unit:
         flat, place = self._locate(index)
         if self._before_copy is not None and (copies is None or flat not in copies):
             self._before_copy(flat, dtype)
-        value = gather_param(flat, place, dtype, self.comm, self.name, self._on_external_grad, copies)
+        value = gather_param(flat, place, dtype, self.name, self._on_external_grad, copies)
         if in_backward() and value.requires_grad:
             # In a recompute the gradient may arrive in a graph task of the checkpoint, whose end is not the end of the
             # backward, so the event is sent now.
@@ -377,7 +383,7 @@ class Unit:
         Memory: the bytes of all of them once more, until they are copied out; none for one that is gathered in place
         """
         if len(prepared) == 1 and (first := prepared[0])[0].gathers_in_place:
-            return self.comm.all_gather(first[0].unsharded_bytes, self.name, first[1])
+            return first[0].comm.all_gather(first[0].unsharded_bytes, self.name, first[1])
         flats = [flat for flat, _ in prepared]
 
         def allocate() -> None:
@@ -385,7 +391,7 @@ class Unit:
                 flat.memory.allocate(self._tracker)
 
         places = [place for flat in flats for place in flat.unsharded_segments]
-        work = JointGather(self.comm, places, [own for _, own in prepared], self.name, self._tracker.add, allocate)
+        work = JointGather(flats[0].comm, places, [own for _, own in prepared], self.name, self._tracker.add, allocate)
         if not self._streams.on_host:
             work.wait()  # the gather stream waits and copies, and the host goes on
         return work
@@ -490,22 +496,28 @@ class Unit:
         return self._full_params.is_gathered
 
     def gather_full(self) -> None:
-        """Gather the full parameters and point the user's Parameter objects at them.
+        """Gather the full parameters, and point the user's Parameter objects at them, or let the modules show them."""
+        self._full_params.gather(self.name, self._tracker)
+        own = self._full_params.in_place_of
+        for index, shard in enumerate(self.sharded_params if own else ()):
+            register_owner(own[id(shard)], self)
+            self._indices[id(own[id(shard)])] = index
+        self._rest_on(own)
 
-        Raises:
-            ShardingError: the shards are DTensors, which cannot become ordinary parameters.
-        """
+    def _rest_on(self, full: Mapping[int, nn.Parameter]) -> None:
         if self.replaces_params:
-            raise ShardingError(
-                f"unit {self.name!r} shows its shards as DTensors, which cannot be full parameters for a while; read "
-                "p.full_tensor(), or wrap without dtensors."
-            )
-        self._full_params.gather(self.comm, self.name, self._tracker)
+            for module_params in self._module_params:
+                module_params.rest_on(full)
 
     def write_back(self) -> None:
         """See `FullParams.write_back`."""
+        if self.replaces_params:
+            self.check_modules()
         self._full_params.write_back()
 
     def free_full(self) -> None:
-        """Point the user's Parameter objects at the shards again. Idempotent."""
+        """Point the user's Parameter objects at the shards again, or let the modules show these. Idempotent."""
+        for full in self._full_params.in_place_of.values():
+            del self._indices[id(full)]
         self._full_params.free(self._tracker)
+        self._rest_on({})

@@ -11,11 +11,10 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
-from fsdp.params.layout import ShardExtent
 from fsdp.params.param_info import ParamInfo
+from fsdp.params.placement import Placement
 from fsdp.params.shown_params import Owner, owning_unit
 from fsdp.shards.dtensors import local_of
 from fsdp.shards.shard_tensor import ShardTensor, gather_full, plain
@@ -98,7 +97,6 @@ def gather_param(
     flat: FlatBuffer,
     index: int,
     dtype: torch.dtype,
-    comm: Communicator,
     unit: str,
     on_external_grad: Callable[[], None],
     copies: GatheredCopies | None = None,
@@ -113,30 +111,27 @@ def gather_param(
 
     def gather() -> Tensor:
         if copies is None:
-            return placement.full_in(flat.gather_copy(dtype, comm, unit)).clone()
+            return placement.full_in(flat.gather_copy(dtype, unit)).clone()
         if flat not in copies:
-            copies[flat] = flat.gather_copy(dtype, comm, unit)
+            copies[flat] = flat.gather_copy(dtype, unit)
         return placement.full_in(copies[flat]).data  # with a version counter of its own
 
     value: Tensor = GatherParam.apply(flat.unsharded_params[index], gather, on_external_grad)  # type: ignore[no-untyped-call]
     return value
 
 
-def local_param(flat: FlatBuffer, index: int, on_external_grad: Callable[[], None]) -> Tensor:
+def local_param(flat: FlatBuffer, index: int, data_ranks: int, on_external_grad: Callable[[], None]) -> Tensor:
     """This rank's part of one parameter, differentiable. Shares the memory of the shard.
+
+    `data_ranks`: over how many ranks the gradients of the root are averaged, of which each has another part.
 
     For autograd, a shard in host memory is copied to the device: a backward computes there in the order of the program, and
     beside it, in another thread, what is on the host.
     """
-    if not flat.placements[index].is_row_range:
-        raise ShardingError(
-            f"to_local: parameter {flat.param_infos[index].names[0]!r} is cut along another dimension than the first, or by "
-            "tensor parallelism as well; compute with fsdp.full_tensor(parameter)."
-        )
-    unsharded, shard, part = flat.unsharded_params[index], plain(flat.sharded_params[index]), flat.parts[index]
+    unsharded, shard, placement = flat.unsharded_params[index], plain(flat.sharded_params[index]), flat.placements[index]
     if unsharded.requires_grad and torch.is_grad_enabled():
         shard = shard.to(flat.device)
-    value: Tensor = LocalShard.apply(unsharded, shard, part, flat.num_shards, on_external_grad)  # type: ignore[no-untyped-call]
+    value: Tensor = LocalShard.apply(unsharded, shard, placement, data_ranks, on_external_grad)  # type: ignore[no-untyped-call]
     return value
 
 
@@ -166,18 +161,18 @@ class LocalShard(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, unsharded: nn.Parameter, shard: Tensor, part: ShardExtent, num_shards: int, on_external_grad: Callable[[], None]
+        ctx: Any, unsharded: nn.Parameter, shard: Tensor, placement: Placement, ranks: int, on_external_grad: Callable[[], None]
     ) -> Tensor:
-        ctx.on_external_grad, ctx.part, ctx.num_shards, ctx.shape = on_external_grad, part, num_shards, unsharded.shape
+        ctx.on_external_grad, ctx.placement, ctx.ranks = on_external_grad, placement, ranks
         return shard.view_as(shard)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.on_external_grad()
-        part = ctx.part
-        full = gradient.new_zeros(ctx.shape)
-        full.view(-1)[part.first : part.first + part.numel] = gradient.reshape(-1) * ctx.num_shards
-        return full, None, None, None, None
+        placement, part = ctx.placement, ctx.placement.part
+        full = gradient.new_zeros(placement.extent.shape)
+        full.view(-1)[part.first : part.first + part.numel] = placement.stored(gradient).reshape(-1) * ctx.ranks
+        return placement.unsharded(placement.shown(full)), None, None, None, None
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:

@@ -11,7 +11,6 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from fsdp.comm.context import CommContext
 from fsdp.device.storage import MemoryTracker, ResizableStorage, ReusableBuffer, size_of
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
@@ -39,7 +38,6 @@ class Bucket:
         "all_local_used",
         "all_used",
         "buffer",
-        "comms",
         "expects_accumulated",
         "flat",
         "local_used",
@@ -59,7 +57,6 @@ class Bucket:
         flat: FlatBuffer,
         unit: int,
         name: str,
-        comms: CommContext,
         dtype: torch.dtype,
         stays: bool,
         tracker: MemoryTracker,
@@ -71,8 +68,6 @@ class Bucket:
         """The number of its unit."""
         self.name = name
         """The name of its unit."""
-        self.comms = comms
-        """The communicators of its unit."""
         self._tracker = tracker
         self._grad_dtype = flat.unsharded.dtype
         self.buffer = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
@@ -111,7 +106,7 @@ class Bucket:
     @property
     def group_key(self) -> Hashable:
         """Buckets with equal keys can share a collective."""
-        return self.comms, self.dtype, self.flat.shard.dtype, self.flat.home
+        return self.flat.comms, self.dtype, self.flat.shard.dtype, self.flat.home
 
     def missing_params(self, used: Sequence[bool]) -> list[str]:
         """The names of trainable parameters without a gradient."""

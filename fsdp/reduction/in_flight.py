@@ -116,7 +116,7 @@ class ReductionQueue:
     def _launch_sharded(self, buckets: Sequence[Bucket], lane: int, remainder: bool) -> None:
         name, size = buckets[0].name, sum([bucket.flat.layout.shard_numel for bucket in buckets])
         predivisor, divisor = self._divisors(buckets[0], size)
-        comm = buckets[0].comms.lane(lane).shard
+        comm = buckets[0].flat.comms.lane(lane).shard
         joined = None
         try:
             for bucket in buckets:
@@ -156,7 +156,7 @@ class ReductionQueue:
             self._start_all_reduce(Reduction(buckets, output, DONE, None, 0, name, divisor, lane))
         self._tracker.add("reduced", size_of(output))
         # the output was allocated on the compute stream, and may be released already
-        if buckets[0].flat.home.copies and buckets[0].comms.lane(lane).replicate.size == 1:
+        if buckets[0].flat.home.copies and buckets[0].flat.comms.lane(lane).replicate.size == 1:
             self._copied_output = output
             self._tracker.add("reduced", size_of(output))
         else:
@@ -174,7 +174,7 @@ class ReductionQueue:
         if predivisor != 1:
             rows = rows / predivisor  # not in place: it may be an accumulated gradient
         with self._streams.reducing(lane):
-            work = SparseTotal(rows, bucket.comms.lane(lane).replicate, bucket.name)
+            work = SparseTotal(rows, bucket.flat.comms.lane(lane).replicate, bucket.name)
         self._tracker.add("reduced", size_of(rows))
         self._all_reduces.append(Reduction((bucket,), rows, work, None, 0, bucket.name, divisor, lane))
 
@@ -278,7 +278,7 @@ class ReductionQueue:
 
     def _start_all_reduce(self, reduction: Reduction) -> None:
         """Start the sum of reduced chunks over the replicas, if there are any."""
-        replicas = reduction.buckets[0].comms.lane(reduction.lane).replicate
+        replicas = reduction.buckets[0].flat.comms.lane(reduction.lane).replicate
         if self.hook is not None or replicas.size == 1:
             self._finish(reduction, DONE)
         else:

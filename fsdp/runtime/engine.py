@@ -66,6 +66,8 @@ class Engine:
         """Whether a backward that begins now reduces its gradients. False under `no_sync`."""
         self.splits_backward = False
         """Whether a pipeline stage computes gradients of inputs and of weights apart. Unsharded parameters have the latter."""
+        self.in_pipeline_step = False
+        """Whether a step of a pipeline is going on that can be done again if it fails: what is kept of it will be dropped."""
         self.watcher: PassWatcher | None = None
         """Set inside `fsdp.join`."""
         self.forward = Pass()
@@ -96,6 +98,20 @@ class Engine:
     def set_splits_backward(self, splits: bool) -> None:
         """From now on, backwards that begin may compute gradients of inputs alone, or may not."""
         self.splits_backward = splits
+
+    def begin_pipeline_step(self, can_repeat: bool) -> None:
+        """Micro-batches follow whose gradients are kept. Drop those of a step that has not ended, and what it has gathered.
+
+        `can_repeat`: all ranks will do so if the step fails.
+        """
+        if self.in_pipeline_step:
+            self.reset_step()
+            self.reducer.forget_kept()
+        self.in_pipeline_step = can_repeat
+
+    def end_pipeline_step(self) -> None:
+        """The gradients of all micro-batches are reduced."""
+        self.in_pipeline_step = False
 
     def set_watcher(self, watcher: PassWatcher | None) -> None:
         """From now on, call `watcher` before each forward of the root, and before and after each backward. None: call nothing."""

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
+
+from fsdp.comm.communicator import Communicator
 from fsdp.device.streams import Streams
 from fsdp.params.unit import Unit
 
@@ -27,8 +30,8 @@ class Gathers:
         self._cap = cap
         self._on_launch = on_launch
         self._sizes = gather_sizes(units)
-        self._kinds = [None if unit.copies_shards else (unit.comm, unit.device) for unit in units]
-        """Units of one kind can share an all-gather. None: the unit, whose shard is in host memory, has its own."""
+        self._kinds = [_kind(unit) for unit in units]
+        """Units of one kind can share an all-gather. None: the unit has its own."""
         self._collected: list[int] | None = None
         """The units to be gathered together; None while each gather is launched at once."""
 
@@ -84,6 +87,12 @@ class Gathers:
             works = (units[0].gather_together(prepared), *self._streams.gathered())
         for unit in units:
             unit.add_works(works)
+
+
+def _kind(unit: Unit) -> tuple[Communicator, torch.device] | None:
+    """Where a unit is gathered; None if its shard is in host memory, or its parameters are cut among different ranks."""
+    comms = dict.fromkeys(flat.comm for flat in unit.flats) or {unit.comm: None}
+    return None if unit.copies_shards or len(comms) > 1 else (next(iter(comms)), unit.device)
 
 
 def gather_sizes(units: Sequence[Unit]) -> list[int]:

@@ -317,7 +317,8 @@ class Passes:
         engine.execute(instructions)
         self._stale_params.await_copies()
         engine.stats.end_backward(reduces)
-        if reduces or self._path.same_for_all:  # others are not those of all ranks
+        # others are not those of all ranks, or may be dropped
+        if reduces or (self._path.same_for_all and not engine.in_pipeline_step):
             engine.comms.completed()
         try:
             self._reducer.run_hooks(engine.note)

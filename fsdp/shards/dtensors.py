@@ -77,6 +77,25 @@ def local_of_full(full: Tensor, spec: Any) -> Tensor:
     return full
 
 
+def ranks_of(spec: Any) -> list[int]:
+    """The ranks on which a tensor lies as `spec`, torch's DTensorSpec, says."""
+    ranks: list[int] = spec.mesh.mesh.flatten().tolist()
+    return ranks
+
+
+def full_with_grad(unsharded: Any, is_averaged: bool) -> Tensor:
+    """The full tensor of a DTensor, differentiable. Communicates, in the backward too if `is_averaged`.
+
+    `is_averaged`: the ranks of its mesh have data of their own, and a gradient is the average over them. Otherwise they compute
+    the same, and each has the gradient already.
+    """
+    from torch.distributed.tensor import Partial, Replicate
+
+    how = Partial() if is_averaged else Replicate()
+    full: Tensor = unsharded.full_tensor(grad_placements=[how] * unsharded.device_mesh.ndim)
+    return full
+
+
 def dim_of(name: str, parameter: Tensor, placement: Any) -> int:
     """The dimension of `parameter` that `placement`, given by the user, cuts.
 

@@ -43,7 +43,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: torch.dev
     ranges = [(unit, found) for unit in model_view.units for found in ranges_of(unit, RANGE_BYTES)]
     memory = memory_for([param_range for _, param_range in ranges])
     for unit, param_range in ranges:
-        buffer = gather_range(param_range, unit.comm, unit.name, memory)
+        buffer = gather_range(param_range, unit.name, memory)
         for param_shard in param_range.param_shards:
             found = param_range.full_param(buffer, param_shard)  # which may communicate
             if wanted:
@@ -78,7 +78,7 @@ def iter_full_params(
             yield model_view.fqns[id(parameter)], parameter.detach().to(dtype or parameter.dtype)
     for unit in model_view.units:
         for param_range in ranges_of(unit, bucket_bytes):
-            buffer = gather_range(param_range, unit.comm, unit.name)
+            buffer = gather_range(param_range, unit.name)
             buffer = buffer.to(dtype or buffer.dtype)
             for param_shard in param_range.param_shards:
                 yield model_view.fqns[id(param_shard.parameter)], param_range.full_param(buffer, param_shard)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp.comm.communicator import Communicator
 from fsdp.comm.joint_gather import broadcast_all
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
@@ -67,7 +66,7 @@ def memory_for(ranges: Sequence[ParamRange]) -> Tensor | None:
     return torch.empty(max(one.nbytes for one in ranges), dtype=torch.uint8, device=ranges[0].flat.device)
 
 
-def gather_range(param_range: ParamRange, comm: Communicator, label: str, memory: Tensor | None = None) -> Tensor:
+def gather_range(param_range: ParamRange, label: str, memory: Tensor | None = None) -> Tensor:
     """Gather a range on every rank: (end - start,), with the padding between parameters. In `memory`, if given.
 
     Traffic and memory: the size of the range. Each rank that holds elements of it sends them to all others.
@@ -77,8 +76,8 @@ def gather_range(param_range: ParamRange, comm: Communicator, label: str, memory
     parts: list[tuple[int, Tensor]] = []
     for run in flat.layout.runs(start, param_range.end):
         part = buffer[run.start - start : run.start - start + run.numel]
-        if run.rank == comm.rank:
+        if run.rank == flat.rank:
             part.copy_(flat.shard[run.offset : run.offset + run.numel])
         parts.append((run.rank, part))
-    broadcast_all(parts, comm, label)
+    broadcast_all(parts, flat.comm, label)
     return buffer

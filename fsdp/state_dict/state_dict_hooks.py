@@ -108,7 +108,7 @@ class StateHooks(RefuseCopy):
         """The full parameter. Communicates. torch drops what it gets on a rank that does not keep it, so there it is `value`."""
         refuse_unless_resting("get_model_state_dict", self._engine)
         param_range = ParamRange(param_shard.flat, (param_shard,))
-        buffer = gather_range(param_range, self._unit.comm, self._unit.name)
+        buffer = gather_range(param_range, self._unit.name)
         if not call.keeps:
             return value
         full = param_range.full_param(buffer, param_shard)

@@ -1,6 +1,7 @@
 """Units that some ranks of their root share: experts, each on a part of the ranks, with a mesh of its own."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -94,6 +96,28 @@ def wrap(model: nn.Sequential, mesh: DeviceMesh, **options: Any) -> None:
     fsdp.fully_shard(model, mesh=everyone, **options)
 
 
+def policy_of(mesh: DeviceMesh) -> CustomPolicy:
+    return CustomPolicy(lambda module: {"mesh": mesh["edp"]} if isinstance(module, Experts) else isinstance(module, Block))
+
+
+def placement_of(mesh: DeviceMesh, model: nn.Module) -> Callable[[nn.Parameter], Any]:
+    """As FSDP2's `ShardPlacementResult`, which older versions of torch do not have."""
+    experts = {id(p) for module in model.modules() if isinstance(module, Experts) for p in module.parameters()}
+    there = SimpleNamespace(placement=Shard(0), mesh_info=SimpleNamespace(mesh=mesh["edp"]))
+    return lambda parameter: there if id(parameter) in experts else None
+
+
+def wrap_by(options: str, model: nn.Sequential, mesh: DeviceMesh, **others: Any) -> None:
+    everyone = mesh["edp", "ep"]._flatten("dp")
+    if options == "policy":
+        fsdp.fully_shard(model, mesh=everyone, auto_wrap_policy=policy_of(mesh), **others)
+    elif options == "policy without a mesh of the root":
+        fsdp.fully_shard(model, auto_wrap_policy=policy_of(mesh), **others)
+    else:
+        choose = placement_of(mesh, model)
+        fsdp.fully_shard(model, mesh=everyone, auto_wrap_policy={Block}, shard_placement_fn=choose, **others)
+
+
 def value(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -149,6 +173,85 @@ def test_experts_on_a_part_of_the_ranks_equal_one_process(
     ranks = shape[0] * shape[1]
     for found in fsdp.simulate(ranks, program, seed=usable):
         close(found, one_process(ranks, usable))
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER"])
+@pytest.mark.parametrize("options", ["policy", "policy without a mesh of the root", "placements"])
+@pytest.mark.parametrize(("shape", "usable"), [((2, 2), 2), ((1, 2), 4), ((3, 2), 4)])
+def test_experts_by_options_equal_one_process(
+    options: str, strategy: str, shape: tuple[int, int], usable: int, one_process: Callable[[int, int], dict[str, Any]]
+) -> None:
+    """With placements, the parameters of a block are a unit, and those of its experts a flat buffer of it over other ranks."""
+
+    def program(rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("edp", "ep"))
+        model = make(usable)
+        distribute(model, mesh)
+        wrap_by(options, model, mesh, sharding_strategy=strategy, reduction=fsdp.ReductionPolicy(coalesce_cap_mb=1))
+        assert model[0].experts.up.device_mesh.mesh_dim_names == ("edp", "ep")
+        return train(model, lambda step: [batch(step, rank)], lambda: fsdp.clip_grad_norm_(model, 0.05))
+
+    ranks = shape[0] * shape[1]
+    for found in fsdp.simulate(ranks, program, seed=usable):
+        close(found, one_process(ranks, usable))
+
+
+def test_buffers_of_one_unit_have_the_ranks_of_their_mesh() -> None:
+    def program(rank: int) -> dict[str, list[str]]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+        model = make()
+        distribute(model, mesh)
+        wrap_by("placements", model, mesh)
+        model(batch(0, rank)).square().mean().backward()
+        (engine,) = engines_in(model, "test")
+        assert [[len(flat.comm.ranks) for flat in unit.flats] for unit in engine.units] == [[4], [4, 2], [4, 2]]
+        return {name: list(comm.recent()) for name, comm in engine.comms.each().items()}
+
+    found = fsdp.simulate(4, program)[0]
+    assert [call for call in found["inner shard"] if "all_gather" in call] == [f"all_gather {unit}" for unit in "0110"]
+    assert found["inner reduce"] == ["reduce_scatter 1", "reduce_scatter 0"]
+
+
+def test_a_root_around_buffers_of_several_meshes_takes_them_in(one_process: Callable[[int, int], dict[str, Any]]) -> None:
+    def program(rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+        model, everyone = make(), mesh["edp", "ep"]._flatten("dp")
+        distribute(model, mesh)
+        for block in model[:2]:
+            fully_shard(block, mesh=everyone, shard_placement_fn=placement_of(mesh, block))
+        fully_shard(model, mesh=everyone)
+        return train(model, lambda step: [batch(step, rank)], lambda: fsdp.clip_grad_norm_(model, 0.05))
+
+    for found in fsdp.simulate(4, program):
+        close(found, one_process(4, EXPERTS))
+
+
+def test_a_mesh_that_cannot_be_that_of_some_parameters_is_refused() -> None:
+    def refused(text: str, model: nn.Module, policy: Any, **options: Any) -> None:
+        with pytest.raises(fsdp.ShardingError, match=text):
+            fsdp.fully_shard(model, auto_wrap_policy=policy, **options)
+        assert not any(hasattr(module, "_fsdp_sharded") for module in model.modules())
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+        everyone, policy = mesh["edp", "ep"]._flatten("dp"), policy_of(mesh)
+        model = make()
+        refused(r"nothing says what the others have in place of '0.experts.up': make it a DTensor", model, policy, mesh=everyone)
+        distribute(model, mesh)
+        hybrid = {"mesh": mesh, "sharding_strategy": "HYBRID_SHARD"}
+        refused(r"'0.experts.up' is to be cut over .*none with \"HYBRID_SHARD\"", model, policy, **hybrid)
+        refused(r"was wrapped over a part of the ranks; leave out uneven_paths", model, policy, mesh=everyone, uneven_paths=True)
+        no_mesh = CustomPolicy(lambda module: {"mesh": (2, 2)} if isinstance(module, Experts) else False)
+        refused(r"is to be cut over \(2, 2\): give a DeviceMesh of one dimension", model, no_mesh, mesh=everyone)
+        more = CustomPolicy(lambda module: {"mesh": mesh["edp"], "prefetch": 2} if isinstance(module, Experts) else False)
+        refused(r"units of one call have the same but for mesh", model, more, mesh=everyone)
+        one_rank = CustomPolicy(lambda module: {"mesh": mesh["edp"]} if isinstance(module, Experts) and rank else False)
+        refused(r"cannot be joined with|rank 0 could not wrap its module", model, one_rank, mesh=everyone)
+        fsdp.fully_shard(model[0].experts, mesh=mesh["edp"])
+        with pytest.raises(fsdp.ShardingError, match=r"gives '0.experts' a mesh, and it was wrapped before"):
+            fsdp.fully_shard(model, mesh=everyone, auto_wrap_policy=policy)
+
+    fsdp.simulate(4, program)
 
 
 def test_experts_by_the_names_of_fsdp2_need_no_factor(one_process: Callable[[int, int], dict[str, Any]]) -> None:

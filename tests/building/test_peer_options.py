@@ -213,7 +213,8 @@ class TestPolicies:
     def test_options_of_one_module_are_refused(self) -> None:
         policy = CustomPolicy(lambda module: {"prefetch": 2} if isinstance(module, Block) else False)
         text = (
-            "auto_wrap_policy gives a Block the options {'prefetch': 2}; units of one call have the same. Wrap that module first"
+            "auto_wrap_policy gives a Block the options {'prefetch': 2}; units of one call have the same but for mesh. Wrap that "
+            "module first"
         )
         refused_everywhere(2, lambda rank: fsdp.fully_shard(make_net(), auto_wrap_policy=policy), text)
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fsdp
 from tests.building import test_experts as experts
 
-KINDS = ["tensor parallel", "replicas", "experts", "experts and tensor parallel", "dtensors", "columns"]
+KINDS = ["tensor parallel", "replicas", "experts", "experts by placements", "experts and tensor parallel", "dtensors", "columns"]
 """The last two are on one mesh: shards as DTensors, cut between rows and along the last dimension."""
 BESIDE = ["a unit beside tensor parallel", "a unit beside replicas"]
 """A unit of which tensor parallelism has spread nothing was wrapped by itself, so that its shards are no DTensors."""
@@ -55,10 +55,13 @@ def groups_of(kind: str) -> int:
 
 def build(kind: str, model: nn.Sequential | None = None, **options: Any) -> nn.Sequential:
     model = model or plain(kind)
-    if kind == "experts":
+    if kind in ("experts", "experts by placements"):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
         experts.distribute(model, mesh)
-        experts.wrap(model, mesh, **options)
+        if kind == "experts":
+            experts.wrap(model, mesh, **options)
+        else:
+            experts.wrap_by("placements", model, mesh, **options)
         return model
     if kind == "experts and tensor parallel":
         mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("edp", "ep", "tp"))

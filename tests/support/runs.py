@@ -104,11 +104,6 @@ class ShardedRun:
                 seen.value = [fsdp.clip_grad_norm_(model, statement.max_norm, statement.norm_type)]
             case Toggle():
                 toggle(model, statement)
-            case Summon() if dict(learner.tree.options).get("dtensors"):
-                # DTensors cannot be full parameters for a while
-                with torch.no_grad():
-                    for parameter in model.parameters() if statement.writeback else ():
-                        parameter.mul_(0.5)
             case Summon():
                 with fsdp.summon_full_params(model, writeback=statement.writeback), torch.no_grad():
                     for parameter in model.parameters():

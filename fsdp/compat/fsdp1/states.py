@@ -124,7 +124,7 @@ def _put_parameters(
     ranges = list(ranges_of(unit, RANGE_BYTES))
     memory = memory_for(ranges)
     for param_range in ranges:
-        buffer = gather_range(param_range, unit.comm, unit.name, memory)
+        buffer = gather_range(param_range, unit.name, memory)
         for param_shard in param_range.param_shards:
             names = keys.get((id(param_shard.flat), param_shard.number), ())
             if absent:

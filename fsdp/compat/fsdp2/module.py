@@ -52,6 +52,9 @@ _CUSTOM = "communication is the engine's own: reduce gradients by fsdp.register_
 class FSDPModule:
     """A module that `fully_shard` has wrapped. Its class is FSDP<Name>, a subclass of this one and of its own."""
 
+    _fsdp_keeps_engine = "load full_state_dict(model, rank0_only=False) into a plain model"
+    """See `fsdp.runtime.registry.KEEPS_ENGINE`."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an object of the module's own class, because containers make one of `type(self)` for a slice."""
         own = cls.__mro__[2]

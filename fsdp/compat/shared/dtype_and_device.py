@@ -63,7 +63,7 @@ class Part(NamedTuple):
         computes = compute_dtype(infos[0], dtype, config)
         itemsize = min(dtype.itemsize, computes.itemsize)
         placements = place_again(flat.placements, flat.sharded_params, self.indices, dtype, itemsize)
-        return FlatBuffer(infos, placements, computes, config.offload)
+        return FlatBuffer(infos, placements, flat.comms, computes, config.offload)
 
     def fill(self, made: FlatBuffer, values: Sequence[Tensor]) -> None:
         """Copy these into the flat buffer that was made of the part."""

@@ -191,4 +191,4 @@ class GatherOrder:
                 flat.local_chunk(full).copy_(flat.shard)
                 self._received.append(full)
                 self._tracker.add("scratch", size_of(full))
-                self._works.append(unit.comm.all_gather(as_bytes(full), label, as_bytes(flat.local_chunk(full))))
+                self._works.append(flat.comm.all_gather(as_bytes(full), label, as_bytes(flat.local_chunk(full))))

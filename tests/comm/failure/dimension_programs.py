@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -263,6 +264,51 @@ def stage_fails(place: str, failing: int, micro_batch: int, how: Callable[..., A
     raise AssertionError("nobody was told")
 
 
+def stage_retried(place: str, failing: int | None, micro_batch: int) -> Retried:
+    """The same, and every rank does the step again: the weights of its stage."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    index = mesh["pp"].get_local_rank()
+    module = plain()
+    options: dict[str, Any] = {"auto_wrap_policy": {nn.Sequential}, "sharding_strategy": "SHARD_GRADIENTS"}
+    fsdp.fully_shard(module, mesh=mesh["dp"], **options)
+    stage = fsdp.PipelineStage(module, index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    make_schedule = partial(Schedule1F1B, stage, 4, loss_fn=lambda output, target: (output - target).square().mean())
+    schedule = make_schedule()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    found, count = Retried([], [], [], []), 0
+
+    def fail_once(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == micro_batch + 1:
+            fail()
+
+    for step in range(3):
+        if step == 1 and dist.get_rank() == failing:
+            register = module[1].register_forward_pre_hook if place == "forward" else module[1].register_full_backward_hook
+            register(fail_once)
+        given = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank()))
+        while True:
+            losses: list[Tensor] = []
+            try:
+                schedule.step(given) if index == 0 else schedule.step(target=given, losses=losses)
+                break
+            except Exception as error:
+                cause: BaseException | None = error
+                while cause is not None and not isinstance(cause, Mine | fsdp.WorldError):
+                    cause = cause.__cause__
+                found.told.append(told(cause or error))
+                found.seconds.append(seconds())
+                if not isinstance(cause, Mine | fsdp.PeerFailed):
+                    return found
+                schedule = make_schedule()  # torch's keeps losses of the step that failed
+        found.losses.extend(loss.item() for loss in losses)
+        optimizer.step()
+        optimizer.zero_grad()
+    found.weights.extend(tensor.clone() for tensor in fsdp.full_state_dict(module, rank0_only=False).values())  # type: ignore[attr-defined]
+    return found
+
+
 STAGES: Final = (("forward", 0, 2), ("forward", 3, 0), ("backward", 0, 3), ("backward", 3, 1))
 """Where a rank of a stage fails, which one, and in which micro-batch."""
 
@@ -337,6 +383,7 @@ PROGRAMS: Final[dict[str, Callable[[], Any]]] = {
     "killed beside": ended_beside,
     "apart": apart,
     **{f"stage {stage}": lambda stage=stage: stage_fails(*stage) for stage in STAGES},
+    **{f"stage {stage} again": lambda stage=stage: stage_retried(*stage) for stage in (*STAGES, ("", None, 0))},
     "stage killed": lambda: stage_fails("forward", 3, 2, lambda: (mark_time(), os.kill(os.getpid(), signal.SIGKILL))),
     "disagrees": disagrees,
     "leaves out": leaves_parallel_out,

@@ -153,6 +153,21 @@ def test_a_rank_of_a_pipeline_that_fails_is_named_on_all_stages(tmp_path: Path) 
 
 
 @pytest.mark.gloo
+def test_a_step_of_a_pipeline_that_failed_is_done_again_if_no_stage_has_completed_it(tmp_path: Path) -> None:
+    names = [f"stage {stage} again" for stage in (*STAGES, ("", None, 0))]
+    found = run(tmp_path, *names)
+    late = names.pop(STAGES.index(("backward", 0, 3)))  # the other stage has reduced its gradients already
+    for rank, one in enumerate(found):
+        assert one[late].told[-1].kind == "WorldError" and "load a checkpoint" in one[late].told[-1].text
+        assert not one[names[-1]].told and len(one[names[-1]].weights) == 12
+        for name, culprit in zip(names, (0, 3, 3), strict=False):
+            (told,) = one[name].told
+            assert (told.kind, told.rank) == (("Mine", None) if rank == culprit else ("PeerFailed", culprit))
+            assert one[name].losses == one[names[-1]].losses
+            assert all(map(torch.equal, one[name].weights, one[names[-1]].weights))
+
+
+@pytest.mark.gloo
 def test_a_rank_that_wraps_otherwise_is_named_by_all(tmp_path: Path) -> None:
     for one in run(tmp_path, "disagrees", "leaves out"):
         for name, what in (("disagrees", "reshard_policy=ReshardPolicy.AFTER_BACKWARD"), ("leaves out", "dtensors=False")):

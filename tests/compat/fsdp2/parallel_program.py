@@ -1,6 +1,7 @@
 """One rank of four over gloo: FSDP2 and the drop-in module over a model that tensor parallelism has spread; losses and states."""
 
 import copy
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import fsdp
 from fsdp.compat import fully_shard as ours
+from tests.building import test_experts
 from tests.support.processes import be_a_rank
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -98,6 +100,37 @@ def script(api: Any, rank: int, path: Path, placement_fn: Any = None) -> dict[st
     return {"losses": losses, "norms": norms, "full": full, "state": state, "placements": placements}
 
 
+def experts(api: Any) -> dict[str, Any] | None:
+    """Blocks of which the experts' parameters are cut over another mesh than the others; None if torch does not know that."""
+    common: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        return None
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    model: Any = test_experts.make()
+    everyone = mesh["edp", "ep"]._flatten("dp")
+    test_experts.distribute(model, mesh)
+    there = common.ShardPlacementResult(Shard(0), common.FSDPMeshInfo(mesh["edp"], shard_mesh_dim=0))
+    for block in model[:2]:
+        chosen = {*block.experts.parameters()}
+        api.fully_shard(block, mesh=everyone, shard_placement_fn=lambda p, chosen=chosen: there if p in chosen else None)
+    api.fully_shard(model, mesh=everyone)
+    if api is torch_fsdp:
+        for block in model[:2]:
+            block.set_gradient_divide_factor(4.0)  # FSDP2 divides by the size of the mesh alone
+            block.set_force_sum_reduction_for_comms(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+    losses = []
+    for step in range(3):
+        loss = model(test_experts.batch(step, torch.distributed.get_rank())).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    placements = {name: str(p.placements) for name, p in model.named_parameters()}
+    full = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    return {"losses": losses, "placements": placements, "full": full}
+
+
 def refusals(path: Path) -> list[str]:
     """What a function of this engine that knows rows alone says, and wrapping without a mesh that fits."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -113,7 +146,7 @@ def refusals(path: Path) -> list[str]:
         lambda: ours.fully_shard(model, mesh=alone),
         lambda: fsdp.fully_shard(model),
         lambda: ours.fully_shard(own_class, mesh=mesh["dp"]),
-        lambda: fsdp.to_local(next(ours.fully_shard(model, mesh=mesh["dp"]).parameters())),
+        lambda: copy.deepcopy(ours.fully_shard(model, mesh=mesh["dp"])),
     ):
         try:
             attempt()
@@ -131,6 +164,7 @@ def run(rank: int, size: int, folder: Path) -> Any:
             kind: script(api, rank, folder / f"{name}-{kind}", placement_fn)
             for kind, api in (("torch", torch_fsdp), ("ours", ours))
         }
+    results["experts"] = {kind: experts(api) for kind, api in (("torch", torch_fsdp), ("ours", ours))}
     results["refusals"] = refusals(folder)
     return results
 

@@ -1,6 +1,5 @@
 """One rank of two over gloo: what the engine does with parameters that are cut along their second dimension."""
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,8 +146,6 @@ def run(rank: int, size: int, folder: Path) -> Any:
     results["looked_at"] = all(one.requires_grad for one in kept)
     refused = []
     for attempt in (
-        lambda: fsdp.to_local(model.inner.weight),
-        lambda: copy.deepcopy(model),
         lambda: fsdp.fully_shard(nn.Linear(2, 2), shard_placement_fn=columns),
         lambda: fsdp.fully_shard(nn.Linear(2, 2), dtensors=True, shard_placement_fn=7),  # type: ignore[arg-type]
         lambda: fsdp.fully_shard(nn.Linear(2, 2), dtensors=True, shard_placement_fn=lambda p: 1),
