@@ -1,7 +1,8 @@
-"""Runs torch's own tests of FSDP1, FSDP2 and DDP, unmodified, on the host, with torch's classes or with the drop-in modules.
+"""Runs torch's own tests of FSDP1, FSDP2, DDP and of their composition with other dimensions, unmodified, on the host, with
+torch's classes or with the drop-in modules.
 
 python -m tools.torch_tests FOLDER torch               FOLDER: a source tree of torch, of which test/distributed is needed
-python -m tools.torch_tests FOLDER fsdp test_wrap.py   some files, with fsdp.compat.torch_fsdp and fsdp.compat.ddp instead
+python -m tools.torch_tests FOLDER fsdp test_wrap.py   some files, with the drop-in modules instead
 
 It needs pytest, expecttest and parameterized. Each file is a run of pytest with this module as a plugin: names of CUDA mean the
 host, NCCL means gloo, ranks are forked, and torch's FSDP1 takes the host for its device. The outcomes are written to
@@ -33,6 +34,14 @@ NO_TESTS: Final = 5
 FSDP2_FOLDER: Final = Path("_composable") / "fsdp"
 DDP_FILE: Final = "test_c10d_gloo.py"
 DDP_TESTS: Final = "DistributedDataParallelTest"
+COMPOSITION: Final = (
+    *("_composable/test_composability/test_2d_composability.py", "_composable/test_composability/test_pp_composability.py"),
+    *("fsdp/test_fsdp_tp_integration.py", "fsdp/test_hsdp_dtensor_state_dict.py"),
+    *(f"checkpoint/test_{name}.py" for name in ("fsdp_model_state", "fsdp_optim_state", "fsdp_tp_checkpoint_conversion")),
+    *("checkpoint/test_hsdp_checkpoint.py", "checkpoint/test_state_dict.py", "checkpoint/fsdp/test_fsdp_dsd.py"),
+    *(f"checkpoint/e2e/test_{name}.py" for name in ("e2e_save_and_load", "fine_tuning", "fsdp_ep", "pipeline")),
+)
+"""Files of several dimensions and of torch's checkpoints. They use both engines, and four ranks, or eight."""
 PROCESSES: Final = 8
 """A test of more ranks is left out."""
 SECONDS: Final = 60
@@ -40,7 +49,7 @@ SECONDS: Final = 60
 _HOST: Final = torch.device("cpu")
 _MAKERS: Final = (
     *("rand", "randn", "randint", "zeros", "ones", "empty", "full", "tensor", "as_tensor", "arange", "eye"),
-    *("zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "full_like"),
+    *("zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "full_like", "empty_strided"),
 )
 """torch's functions with an argument `device`."""
 _BEFORE: Final = (
@@ -64,15 +73,16 @@ def main(arguments: list[str]) -> None:
     tests = given.folder / "test" / "distributed"
     folders = (tests / "fsdp", tests / FSDP2_FOLDER)
     files = [*(file for folder in folders for file in sorted(folder.glob("test_*.py"))), tests / DDP_FILE]
+    files = [*dict.fromkeys([*files, *map(tests.joinpath, COMPOSITION)])]
     files = [file for file in files if not given.files or file.name in given.files]
     results = ROOT / "runs" / f"torch_tests.{given.engine}.json"
     results.parent.mkdir(exist_ok=True)
     found: dict[str, str] = json.loads(results.read_text(encoding="utf-8")) if given.files and results.exists() else {}
     for file in files:
-        outcomes = _run(file, given.engine)
-        found = {name: one for name, one in found.items() if not name.startswith(f"{file.name}::")} | outcomes
+        outcomes, name = _run(file, given.engine), _name_of(file)
+        found = {test: one for test, one in found.items() if not test.startswith(f"{name}::")} | outcomes
         results.write_text(json.dumps(found, indent=1), encoding="utf-8")
-        print(f"{file.name}: {[*outcomes.values()].count('passed')} of {len(outcomes)}", flush=True)
+        print(f"{name}: {[*outcomes.values()].count('passed')} of {len(outcomes)}", flush=True)
     print(f"{[*found.values()].count('passed')} of {len(found)} pass; see {results}")
     theirs = results.with_name("torch_tests.torch.json")
     if given.engine == "fsdp" and theirs.exists():
@@ -93,9 +103,15 @@ def _run(file: Path, engine: str) -> dict[str, str]:
     paths = [str(ROOT), str(file.parent), str(file.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
-        # tests of FSDP1 compare with torch's DDP
-        "FSDP_PEER_DOOR": "ddp" if file.name == DDP_FILE else "fully_shard" if file.match(f"{FSDP2_FOLDER}/*") else "torch_fsdp",
-        **{"FSDP_PEER_ENGINE": engine, "FSDP_PEER_EVENTS": str(events), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
+        "FSDP_PEER_DOORS": doors_of(file),
+        "FSDP_PEER_DEVICES": str(_devices_of(file)),
+        **{
+            "FSDP_PEER_ENGINE": engine,
+            "FSDP_PEER_EVENTS": str(events),
+            "FSDP_PEER_FILE": _name_of(file),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONHASHSEED": "0",
+        },
         **{"PYTHONPATH": os.pathsep.join(paths), "BACKEND": "gloo", "WORLD_SIZE": "2", "TEMP_DIR": str(events.parent)},
     }
     pick = ["-k", DDP_TESTS] if file.name == DDP_FILE else []
@@ -122,6 +138,23 @@ def _run(file: Path, engine: str) -> dict[str, str]:
     return outcomes_of(lines)
 
 
+def _name_of(file: Path) -> str:
+    """The name of a file in the results: its own, and that of its folder, because two files have one name."""
+    return f"{file.parent.name}/{file.name}"
+
+
+def doors_of(file: Path) -> str:
+    """The drop-in modules that a file is run with. Tests of FSDP1 compare with torch's DDP."""
+    if any(file.match(one) for one in COMPOSITION):
+        return "torch_fsdp fully_shard"
+    return "ddp" if file.name == DDP_FILE else "fully_shard" if file.match(f"{FSDP2_FOLDER}/*") else "torch_fsdp"
+
+
+def _devices_of(file: Path) -> int:
+    """How many devices there seem to be. Most tests take as many ranks."""
+    return 2 if " " not in doors_of(file) else 8 if file.name == "test_fsdp_ep.py" else 4
+
+
 def outcomes_of(lines: list[str]) -> dict[str, str]:
     """The outcome of each test, from lines of its name and an outcome. A test that failed anywhere has failed."""
     outcomes: dict[str, str] = {}
@@ -143,19 +176,19 @@ def pytest_configure(config: Any) -> None:
     if os.environ["FSDP_PEER_ENGINE"] == "fsdp":
         import fsdp.compat
 
-        fsdp.compat.install(os.environ["FSDP_PEER_DOOR"])
+        fsdp.compat.install(*os.environ["FSDP_PEER_DOORS"].split())
     else:
         _give_fsdp1_the_host()
     _give_names_of_cuda_the_host()
     _give_tests_the_host()
-    if os.environ["FSDP_PEER_DOOR"] == "fully_shard":
+    if "fully_shard" in os.environ["FSDP_PEER_DOORS"]:
         _give_fsdp2s_tests_the_host()
 
 
 def pytest_runtest_logreport(report: Any) -> None:
     """Write the outcome of a test down."""
     if report.when == "call" or report.outcome != "passed":
-        name = f"{Path(report.nodeid.partition('::')[0]).name}::{report.nodeid.partition('::')[2]}"
+        name = f"{os.environ['FSDP_PEER_FILE']}::{report.nodeid.partition('::')[2]}"
         with open(os.environ["FSDP_PEER_EVENTS"], "a", encoding="utf-8") as file:
             file.write(json.dumps([name, report.outcome]) + "\n")
 
@@ -219,10 +252,12 @@ def _give_names_of_cuda_the_host() -> None:
     for kind in (torch.Tensor, torch.nn.Module):
         setattr(kind, "to", _to_the_host(kind.to))  # noqa: B010  # mypy knows that a method is assigned
         setattr(kind, "cuda", lambda self, *_, **__: self)  # noqa: B010
+    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
     for name, value in {
         "current_device": lambda: _HOST,
-        "device_count": lambda: 2,
-        **dict.fromkeys(("set_device", "manual_seed", "manual_seed_all", "synchronize", "_sleep"), lambda *_: None),
+        "device_count": lambda: int(os.environ["FSDP_PEER_DEVICES"]),
+        # one function for each name: torch.compile has a rule for each
+        **{name: lambda *_: None for name in ("set_device", "manual_seed", "manual_seed_all", "synchronize", "_sleep")},
         "memory_allocated": lambda *_: 0,
     }.items():
         setattr(torch.cuda, name, value)
@@ -264,7 +299,7 @@ def _give_tests_the_host() -> None:
 
     common: Any = common_distributed
     fsdp_tests: Any = common_fsdp
-    fsdp_tests.DEVICE_COUNT, fsdp_tests.DEVICE_TYPE = 2, "cpu"
+    fsdp_tests.DEVICE_COUNT, fsdp_tests.DEVICE_TYPE = torch.cuda.device_count(), "cpu"
     for name in ("skip_if_lt_x_gpu", "requires_nccl", "requires_nccl_version"):
         setattr(common, name, lambda *_, **__: lambda test: test)
     common.get_timeout = lambda _: float(SECONDS)
@@ -305,6 +340,8 @@ def _give_tests_the_host() -> None:
         "__init__",
         lambda init: lambda self, module, device_ids=None, output_device=None, *a, **k: init(self, module, None, None, *a, **k),
     )
+    base = import_module("torch.testing._internal.distributed._tensor.common_dtensor").DTensorTestBase
+    _replace(base, "init_pg", lambda init: lambda self, *_, **__: init(self, False, "gloo"))
     made: Any = common_device_type.instantiate_device_type_tests
     common_device_type.instantiate_device_type_tests = lambda cls, scope, **_: made(cls, scope, only_for="cpu")
 
@@ -314,7 +351,8 @@ def _give_fsdp2s_tests_the_host() -> None:
     from torch.testing._internal import common_cuda, common_fsdp
 
     fsdp_tests: Any = common_fsdp
-    setattr(common_cuda, "TEST_CUDA", True)  # noqa: B010
+    for name in ("TEST_CUDA", "TEST_MULTIGPU"):
+        setattr(common_cuda, name, True)
 
     class Processes(fsdp_tests.FSDPTest):
         def setUp(self) -> None:

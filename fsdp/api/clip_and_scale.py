@@ -11,6 +11,7 @@ from fsdp.comm.communicator import Communicator
 from fsdp.comm.open_communicators import Mesh, open_comms
 from fsdp.config import MeshKind
 from fsdp.errors import ShardingError
+from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import collective_call, engines_in, refusal, refuse_unless_resting
 from fsdp.shards.shard_parameter import EmptyShardParameter
 from fsdp.shards.shard_tensor import local_operators, plain
@@ -74,16 +75,28 @@ def _measure(model: nn.Module, power: float) -> tuple[Tensor, list[Tensor], list
         refuse_unless_resting("clip_grad_norm_", engine)
         if engine.reducer.keeps_gradients:
             raise refusal("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.", engine)
+    return _norm_over(engines, parameters, power)
+
+
+def _norm_over(
+    engines: Sequence[Engine], parameters: list[nn.Parameter], power: float
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The norm over the gradients of `parameters` on all ranks of these roots, which have the same; and the gradients here.
+
+    Communicates.
+    """
     strided, sparse = counted = _gradients_of(parameters)
-    flats = [flat for engine in engines for unit in engine.units for flat in unit.flats]
-    is_over_meshes = any(flat.tensor_parallel for flat in flats)
-    if is_over_meshes:
+    comms, flats = engines[0].comms, [flat for engine in engines for unit in engine.units for flat in unit.flats]
+    comm = comms.reduce_comm
+    if any(flat.tensor_parallel for flat in flats):
+        comm = comms.joint
+        is_first = comm.rank == 0 or comm.ranks[0] in comms.reduce_comm.ranks
         placed = {id(p): one for flat in flats for p, one in zip(flat.sharded_params, flat.placements, strict=True)}
-        counted = _gradients_of([p for p in parameters if placed[id(p)].counts_among(comms.joint.ranks)])
+        counted = _gradients_of([p for p in parameters if placed[id(p)].counts_among(comm.ranks, is_first)])
     # every rank must choose one dtype, also one that holds no gradient
     is_double = any(flat.shard.dtype is torch.float64 for flat in flats)
-    local = _local_norm(*counted, power, torch.float64 if is_double else torch.float32, engines[0].units[0].shard_device)
-    return _combine(comms.joint if is_over_meshes else comms.reduce_comm, local, power), strided, sparse
+    dtype, device = torch.float64 if is_double else torch.float32, engines[0].units[0].shard_device
+    return _combine(comm, _local_norm(*counted, power, dtype, device), power), strided, sparse
 
 
 @collective_call
@@ -107,18 +120,13 @@ def clip_norm_of_roots(model: nn.Module, max_norm: float, norm_type: float = 2.0
     of_roots = [[p for unit in engine.units for p in unit.sharded_params] for engine in engines]
     sharded = {id(p) for parameters in of_roots for p in parameters}
     outside = [p for p in model.parameters() if id(p) not in sharded]
-    device = engines[0].units[0].shard_device
-    norms, held = [], []
-    comms = [engine.comms.reduce_comm for engine in engines]
-    for comm, parameters in zip((*comms, None), (*of_roots, outside), strict=True):
-        strided, sparse = _gradients_of(parameters)
-        is_double = any(p.dtype is torch.float64 for p in parameters)
-        norm = _local_norm(strided, sparse, power, torch.float64 if is_double else torch.float32, device)
-        norms.append(norm if comm is None else _combine(comm, norm, power))
-        held += [*strided, *sparse]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].dtype) for norm in norms]), power)
+    measured = [_norm_over([engine], parameters, power) for engine, parameters in zip(engines, of_roots, strict=True)]
+    first = measured[0][0]
+    strided, sparse = _gradients_of(outside)
+    measured.append((_local_norm(strided, sparse, power, first.dtype, first.device), strided, sparse))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first.dtype) for norm, *_ in measured]), power)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for gradient in held:
+    for gradient in chain.from_iterable(chain(strided, sparse) for _, strided, sparse in measured):
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
     return total
 

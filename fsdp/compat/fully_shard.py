@@ -28,6 +28,7 @@ stands_in_for(_torch.FSDPModule, FSDPModule)
 # torch's own functions, whatever these names are bound to later
 _fully_shard, _register, _share = _torch.fully_shard, _torch.register_fsdp_forward_method, _torch.share_comm_ctx
 fully_shard = takes_arguments_of(lambda: _fully_shard, "fully_shard")(_ours.fully_shard)
+fully_shard.state = _ours.state_of  # type: ignore[attr-defined]  # torch's has this attribute, too
 register_fsdp_forward_method = takes_arguments_of(lambda: _register, "register_fsdp_forward_method")(
     _ours.register_fsdp_forward_method
 )

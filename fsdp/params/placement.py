@@ -108,9 +108,12 @@ class Placement:
         """Which of the parts this rank has. Ranks with the same coordinates have the same part."""
         return (self.rank,)
 
-    def counts_among(self, ranks: Sequence[int]) -> bool:
-        """Whether this rank counts its part in a sum over `ranks`, those of all meshes. Of ranks with the same part, one does."""
-        return True
+    def counts_among(self, ranks: Sequence[int], is_first: bool) -> bool:
+        """Whether this rank counts its part in a sum over `ranks`, those of all meshes. Of ranks with the same part, one does.
+
+        `is_first`: whether the first of them is among the ranks with which this one shares the shards.
+        """
+        return is_first
 
     @property
     def is_row_range(self) -> bool:
@@ -346,7 +349,7 @@ class DTensorPlacement(Placement):
     def coordinates(self) -> tuple[int, ...]:
         return tuple([coordinate for coordinate, placement in self._here() if not placement.is_replicate()])
 
-    def counts_among(self, ranks: Sequence[int]) -> bool:
+    def counts_among(self, ranks: Sequence[int], is_first: bool) -> bool:
         # ranks in another dimension than those of its mesh have copies of it: the mesh of the first rank counts
         has_first = not ranks or ranks[0] in self.ranks
         return has_first and not any([coordinate for coordinate, placement in self._here() if placement.is_replicate()])

@@ -245,8 +245,10 @@ class Passes:
         self._reducer.begin(accumulates=kind is BackwardEvent.NO_SYNC_BEGINS)
         if reduces and self._reducer.policy.find_unused_parameters:
             self._reducer.expect_only_used(gets_gradient)
-        ended = engine.pending_backward.callback(self._root, self.finalize_backward, self.on_backward_failed)
-        self.call_at_end_of_graph_task(ended)
+        # no variable holds the callback: the traceback of an error in this function would keep it, and it acts when it is dropped
+        self.call_at_end_of_graph_task(
+            engine.pending_backward.callback(self._root, self.finalize_backward, self.on_backward_failed)
+        )
         self._begin_pass(is_forward=False)
         self._gathers.prefetch(self._schedule.begin(), self._prefetch)  # while the layers of the root itself compute
 

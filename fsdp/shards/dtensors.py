@@ -140,8 +140,19 @@ def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
 def let_scalers_agree() -> None:
     """From now on, let torch's gradient scaler ask all ranks of all meshes of an optimizer whether one has found an overflow.
 
-    torch asks the ranks of the first gradient's mesh. Ranks of tensor parallelism would then skip a step alone.
+    torch asks the ranks of the first gradient's mesh. Ranks of tensor parallelism would then skip a step alone. A unit of which
+    tensor parallelism has spread nothing may have other gradients than DTensors, and no operator takes both.
     """
+    together = torch._amp_foreach_non_finite_check_and_unscale_
+
+    def by_kind(gradients: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+        kinds: dict[bool, list[Tensor]] = {}
+        for gradient in gradients:
+            kinds.setdefault(local_of(gradient) is None, []).append(gradient)
+        for of_kind in kinds.values():
+            together(of_kind, found_inf, inv_scale)
+
+    setattr(torch, together.__name__, by_kind)
     scaler: Any = torch.amp.GradScaler
     unscale = scaler._unscale_grads_
 

@@ -62,8 +62,9 @@ def check_names(operation: str, wanted: list[str], given: Mapping[str, object], 
     unexpected = sorted(name for name in given if name not in known)
     if strict and (missing or unexpected):
         raise StateMismatch(
-            f"{operation}: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}; "
-            "give the state dict of the same plain module, or strict=False to leave these names out."
+            # torch's words are in it, which a user's code may look for
+            f"{operation}: Missing key(s): {missing or 'none'}. Unexpected key(s): {unexpected or 'none'}. "
+            "Give the state dict of the same plain module, or strict=False to leave these names out."
         )
     return IncompatibleKeys(missing, unexpected)
 

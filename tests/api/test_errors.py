@@ -251,8 +251,8 @@ class TestUse:
     @pytest.mark.parametrize(
         ("change", "text"),
         [
-            (lambda state: state.pop("leave.bias"), "missing ['leave.bias'], unexpected nothing"),
-            (lambda state: state.update(more=torch.ones(1)), "missing nothing, unexpected ['more']"),
+            (lambda state: state.pop("leave.bias"), "Missing key(s): ['leave.bias']. Unexpected key(s): none"),
+            (lambda state: state.update(more=torch.ones(1)), "Missing key(s): none. Unexpected key(s): ['more']"),
             (lambda state: state.update({"leave.bias": torch.ones(3)}), "'leave.bias' has shape (3,), the model has (2,)"),
         ],
         ids=["missing", "unexpected", "shape"],

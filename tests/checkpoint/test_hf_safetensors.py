@@ -146,7 +146,7 @@ def cut(folder: Path) -> None:
     [
         (lambda folder: (folder / "model.safetensors").unlink(), make_net, "model.safetensors is missing"),
         (cut, make_net, "model.safetensors is damaged"),
-        (lambda folder: None, lambda: nn.Sequential(make_net()), r"missing \['0.scale'"),
+        (lambda folder: None, lambda: nn.Sequential(make_net()), r"Missing key\(s\): \['0.scale'"),
         (lambda folder: None, lambda: type(make_net())(width=9), r"has shape \(8,.*the model has \(9,"),
     ],
     ids=["missing", "cut", "names", "shapes"],

@@ -1,6 +1,7 @@
 """What is let go of is freed: models, graphs, process groups."""
 
 import gc
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
+from fsdp.runtime.launch_gathers import Gathers
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.jobs import run_alone
+from tests.support.models import is_at_rest
 from tests.support.ranks import on_ranks
 
 AFTER_THE_GROUP = """
@@ -68,6 +71,23 @@ def test_a_model_whose_backward_failed_is_freed_with_its_last_reference(rank: in
     reference = train()
     gc.collect()
     assert (reference() is None) is True
+
+
+def test_a_failed_backward_is_over_though_a_frame_in_which_it_began_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the traceback of an error keeps it that a prefetch has met. The final callback must not be in it."""
+    frames: list[Any] = []
+    monkeypatch.setattr(Gathers, "prefetch", lambda *arguments: frames.append(sys._getframe(1)))
+
+    @on_ranks(1)
+    def one_rank(rank: int) -> None:
+        model = fsdp.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), auto_wrap_policy={nn.Linear})
+        x = torch.ones(1, 2, requires_grad=True)
+        x.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(x).sum().backward()
+        assert is_at_rest(model) and any(frame.f_code.co_name == "begin_backward" for frame in frames)
+
+    one_rank()
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["after a backward", "without a backward"])

@@ -296,7 +296,7 @@ class TestTorchsOptions:
         wanted = everything(model, optimizer)
         weights, state = get_state_dict(model, optimizer)
         del weights["enter.weight"]
-        with pytest.raises(fsdp.ShardingError, match="missing"):
+        with pytest.raises(fsdp.ShardingError, match="Missing key"):
             set_state_dict(model, optimizer, model_state_dict=dict(weights), optim_state_dict=state)
         loose = StateDictOptions(strict=False)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=loose)

@@ -18,6 +18,8 @@ from tests.building import test_experts as experts
 
 KINDS = ["tensor parallel", "replicas", "experts", "experts by placements", "experts and tensor parallel", "dtensors", "columns"]
 """The last two are on one mesh: shards as DTensors, cut between rows and along the last dimension."""
+BESIDE = ["a unit beside tensor parallel", "a unit beside replicas"]
+"""A unit of which tensor parallelism has spread nothing was wrapped by itself, so that its shards are no DTensors."""
 Step = Callable[[nn.Module, torch.optim.Optimizer, int], None]
 
 
@@ -43,7 +45,7 @@ def plain(kind: str) -> nn.Sequential:
 
 
 def ranks_of(kind: str) -> int:
-    return 8 if kind == "replicas" else 4
+    return 8 if kind.endswith("replicas") else 4
 
 
 def groups_of(kind: str) -> int:
@@ -71,12 +73,14 @@ def build(kind: str, model: nn.Sequential | None = None, **options: Any) -> nn.S
     if kind in ("dtensors", "columns"):
         choose = (lambda p: Shard(p.dim() - 1)) if kind == "columns" else None
         return fsdp.fully_shard(model, auto_wrap_policy={Block}, dtensors=True, shard_placement_fn=choose, **options)
-    is_hybrid = kind == "replicas"
+    is_hybrid = kind.endswith("replicas")
     shape, names = ((2, 2, 2), ("replica", "dp", "tp")) if is_hybrid else ((2, 2), ("dp", "tp"))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for block in model[:2]:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     data, strategy = (mesh["replica", "dp"], "HYBRID_SHARD") if is_hybrid else (mesh["dp"], "FULL_SHARD")
+    if kind in BESIDE:
+        fsdp.fully_shard(model[2], mesh=data, sharding_strategy=strategy)
     return fsdp.fully_shard(model, mesh=data, auto_wrap_policy={Block}, **{"sharding_strategy": strategy, **options})
 
 
@@ -130,7 +134,7 @@ def on_all(kind: str, program: Callable[[], Any]) -> list[Any]:
     return fsdp.simulate(ranks_of(kind), lambda rank: program())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *BESIDE])
 def test_a_checkpoint_is_trained_on(kind: str, tmp_path: Path) -> None:
     wanted, after = alone(kind)[0].state_dict(), alone(kind, 3)[0].state_dict()
 
@@ -147,7 +151,7 @@ def test_a_checkpoint_is_trained_on(kind: str, tmp_path: Path) -> None:
     assert on_all(kind, program) == [True] + [False] * (ranks_of(kind) - 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *BESIDE])
 def test_full_states_are_given_and_taken(kind: str) -> None:
     one, its_optimizer = alone(kind)
     wanted, after = one.state_dict(), alone(kind, 3)[0].state_dict()
@@ -172,7 +176,7 @@ def test_full_states_are_given_and_taken(kind: str) -> None:
     on_all(kind, program)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *BESIDE])
 def test_weights_are_exported_and_read_by_other_meshes(kind: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -187,7 +191,7 @@ def test_weights_are_exported_and_read_by_other_meshes(kind: str, tmp_path: Path
     same(load_file(tmp_path / "exported" / "model.safetensors"), alone(kind)[0].state_dict())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *BESIDE])
 def test_averages_of_weights(kind: str, tmp_path: Path) -> None:
     before, after = plain(kind).state_dict(), alone(kind, 1)[0].state_dict()
     wanted = {name: (before[name] + after[name]) / 2 for name in before}
@@ -213,7 +217,7 @@ def test_averages_of_weights(kind: str, tmp_path: Path) -> None:
     on_all(kind, program)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *BESIDE])
 def test_gradients_are_saved_in_the_middle_of_a_step(kind: str, tmp_path: Path) -> None:
     def program() -> None:
         model, optimizer = trained(kind)
@@ -228,7 +232,7 @@ def test_gradients_are_saved_in_the_middle_of_a_step(kind: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *BESIDE])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(kind: str, is_ours: bool) -> None:
     def program() -> float:
         model = build(kind)
@@ -237,8 +241,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(kind: str, is_ours: bool)
         scaler: Any = fsdp.ShardedGradScaler(model) if is_ours else torch.amp.GradScaler("cpu")
         scaler.scale(model(batch(0, group_here(kind))).square().mean()).backward()
         if dist.get_rank() == ranks_of(kind) - 1:
-            most = max(p.grad.device_mesh.ndim for p in model.parameters())
-            gradients = [p.grad.to_local() for p in model.parameters() if p.grad.device_mesh.ndim == most]
+            distributed = [p.grad for p in model.parameters() if isinstance(p.grad, DTensor)]
+            most = max(gradient.device_mesh.ndim for gradient in distributed)
+            gradients = [gradient.to_local() for gradient in distributed if gradient.device_mesh.ndim == most]
             next(one for one in gradients if one.numel()).view(-1)[0] = float("inf")
         scaler.step(optimizer)
         scaler.update()
@@ -308,7 +313,7 @@ def in_one_process(kind: str, power: float) -> tuple[float, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0, float("inf")])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *BESIDE])
 def test_each_element_counts_once_in_the_norm(kind: str, power: float) -> None:
     norm, gradients = in_one_process(kind, power)
 

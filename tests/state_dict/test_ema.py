@@ -194,8 +194,8 @@ def test_what_does_not_fit_is_refused_and_nothing_is_loaded(rank: int) -> None:
     model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
     ema, before = fsdp.EMA(model, 0.9), full(model)
     for change, text in (
-        (lambda state: state.pop("updates"), "missing"),
-        (lambda state: state["averages"].pop("enter.bias"), "missing"),
+        (lambda state: state.pop("updates"), "Missing"),
+        (lambda state: state["averages"].pop("enter.bias"), "Missing"),
         (lambda state: state["averages"].update({"leave.bias": torch.ones(3)}), "has shape"),
         (lambda state: state["averages"].update({"leave.bias": torch.ones(2, dtype=torch.float64)}), "would lose"),
     ):

@@ -141,7 +141,7 @@ def test_load_state_dict_of_the_model_does_the_same(rank: int, wrapped: bool) ->
     net = make_net()
     model = fsdp.FullyShardedDataParallel(net) if wrapped else fsdp.fully_shard(net)
     before = weights_of(model)
-    with pytest.raises(fsdp.StateMismatch, match=r"unexpected \['more.0', 'z'\]; .* or strict=False to leave these"):
+    with pytest.raises(fsdp.StateMismatch, match=r"Unexpected key\(s\): \['more.0', 'z'\]. .* or strict=False to leave these"):
         model.load_state_dict(changed(shifted(NET)))
     with pytest.raises(fsdp.StateMismatch, match="has shape"):
         model.load_state_dict({**changed(shifted(NET)), "enter.bias": torch.ones(9)}, strict=False)

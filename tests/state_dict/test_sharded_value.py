@@ -180,8 +180,8 @@ class TestLoadStateDict:
     @pytest.mark.parametrize(
         ("change", "text"),
         [
-            (lambda state: state.pop("leave.bias"), r"missing \['leave.bias'\], unexpected nothing"),
-            (lambda state: state.update(more=torch.ones(1)), r"missing nothing, unexpected \['more'\]"),
+            (lambda state: state.pop("leave.bias"), r"Missing key\(s\): \['leave.bias'\]. Unexpected key\(s\): none"),
+            (lambda state: state.update(more=torch.ones(1)), r"Missing key\(s\): none. Unexpected key\(s\): \['more'\]"),
             (lambda state: state.update({"leave.bias": torch.ones(3)}), r"'leave.bias' has shape \(3,\), the model has \(2,\)"),
             (lambda state: state.update(scale=torch.ones(3)), r"'scale' has shape \(3,\), the model has \(8,\)"),
             (

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from fsdp.compat.fsdp1.torch_names import ShardParamInfo
 from fsdp.compat.fsdp2 import residence
 from fsdp.compat.shared.dtype_and_device import Conversion, convert
+from fsdp.params.placement import Placement
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.shards.shard_tensor import plain
-from fsdp.state_dict.param_shard import ParamShard
+from fsdp.state_dict.param_shard import ParamShard, param_shards_of
 
 
 def convert_units(engine: Engine, fn: Conversion, units: Collection[int]) -> None:
@@ -37,6 +38,7 @@ class FlatPart(nn.Parameter):
 
     _is_flat_param = True
     _parameter: nn.Parameter
+    _placement: Placement
     _fqns: tuple[str, ...]
     """The name of the parameter in the instance."""
     _shapes: tuple[torch.Size, ...]
@@ -48,7 +50,8 @@ class FlatPart(nn.Parameter):
         """The vector of a sharded parameter with this name."""
         parameter, part = param_shard.parameter, param_shard.placement.part
         made: FlatPart = torch.Tensor._make_subclass(cls, plain(parameter).reshape(-1), parameter.requires_grad)
-        made._parameter, made._fqns, made._shapes = parameter, (name,), (torch.Size(param_shard.shape),)
+        made._parameter, made._placement = parameter, param_shard.placement
+        made._fqns, made._shapes = (name,), (torch.Size(param_shard.shape),)
         here = ShardParamInfo(True, 0, part.numel, part.first, part.first + part.numel - 1)
         made._shard_param_infos = (here if part.numel else ShardParamInfo(False, None, None, None, None),)
         return made
@@ -65,7 +68,8 @@ class FlatPart(nn.Parameter):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        self._parameter.grad = None if gradient is None else gradient.view(self._parameter.shape)
+        local = None if gradient is None else gradient.view(plain(self._parameter).shape)
+        self._parameter.grad = None if local is None else self._placement.as_shard(local)
 
 
 class FlatParamView:
@@ -120,11 +124,11 @@ class FlatParamView:
         dtypes = {p.dtype for p in ref.unit.sharded_params if p.is_floating_point()}
         if dtypes != {values.dtype}:
             convert_units(ref.engine, lambda one: one.to(values.dtype) if one.is_floating_point() else one, [ref.index])
-        params = self._unit.sharded_params
-        sizes = [plain(parameter).numel() for parameter in params]
+        shards = list(param_shards_of(self._unit))
+        sizes = [plain(one.parameter).numel() for one in shards]
         with torch.no_grad():
-            for parameter, part in zip(params, torch.split(values, sizes), strict=True):
-                parameter.copy_(part.view(plain(parameter).shape))
+            for one, part in zip(shards, torch.split(values, sizes), strict=True):
+                one.overwrite(part.view(plain(one.parameter).shape))
 
     @property
     def grad(self) -> Tensor | None:

@@ -19,6 +19,7 @@ from fsdp.compat.fsdp1.torch_names import (
     StateDictType,
 )
 from fsdp.compat.fsdp2 import residence
+from fsdp.compat.fsdp2.move_module import apply_to_tensors
 from fsdp.compat.shared.dtype_and_device import changes
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import unit_ref_of
@@ -83,7 +84,10 @@ class InstanceState(nn.Module):
             changed = [index for index in inside if changes(ref.engine.units[index], fn)]
             if changed:
                 convert_units(ref.engine, fn, changed)
-        applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if ref is not None and ref.unit.replaces_params:
+            applied: Any = apply_to_tensors(self, fn, recurse)  # torch would exchange the objects
+        else:
+            applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         ref = unit_ref_of(self._unit_module)
         if ref is not None and ref.unit.flats and not self.cpu_offload.offload_params:
             self.set_compute_device(ref.unit.device)

@@ -12,7 +12,7 @@ from fsdp.autograd.frames import own_method as own_method  # for the class, whic
 from fsdp.compat.fsdp1 import torch_names
 from fsdp.compat.fsdp1.sharding import instances_in
 from fsdp.compat.fsdp1.state_types import settings_of
-from fsdp.compat.fsdp1.states import format_of
+from fsdp.compat.fsdp1.states import format_of, part_of
 from fsdp.compat.fsdp1.torch_names import OptimStateKeyType, StateDictType
 from fsdp.state_dict.fqns import first_names
 from fsdp.state_dict.model_view import ModelView
@@ -43,6 +43,10 @@ def warn_of(optim_input: Any) -> None:
 def broadcast(given: Any, model: nn.Module, group: Any) -> dict[str, Any]:
     """The state dict that rank 0 gives. `group` is None or the group of ranks that share the shards. Communicates."""
     instance = instances_in(model)[0]
+    across = None if instance._unit_ref is None else instance._unit_ref.engine.comms.across
+    if across is not None:  # with tensor parallelism one rank of all dimensions has the full state
+        wanted: dict[str, Any] = across.gather_objects(given if across.rank == 0 else None, "optim_state_dict_to_load")[0]
+        return wanted
     if instance._inter_node_pg is not None and group in (None, instance.process_group):
         given = torch_names.from_rank_0(given, instance._inter_node_pg)  # to the first rank of each replica
     found: dict[str, Any] = torch_names.from_rank_0(given, instance.process_group if group is None else group)
@@ -87,14 +91,15 @@ def sharded(model: nn.Module, optim: torch.optim.Optimizer, given: Any = None) -
     found = full(model, optim, rank0_only=False, given=given)
     instance = instances_in(model)[0]
 
-    def part(value: Any) -> Any:
+    def part(value: Any, parameter: Tensor) -> Any:
         if not isinstance(value, Tensor) or not value.dim():
             return value
-        return torch_names.local_chunk(value.to(instance.compute_device), instance.process_group, instance._device_mesh)
+        return part_of(instance, value.to(instance.compute_device), parameter)
 
     # in the order of the model, which is the same on all ranks: who gathers the parts does so in the order of the dict
-    names = [name for name in first_names(model).values() if name in found["state"]]
-    state = {name: {key: part(value) for key, value in found["state"][name].items()} for name in names}
+    names = first_names(model)
+    stepped = {name: p for p in model.parameters() if (name := names[id(p)]) in found["state"]}
+    state = {name: {key: part(value, p) for key, value in found["state"][name].items()} for name, p in stepped.items()}
     return {**found, "state": state}
 
 

@@ -15,6 +15,7 @@ from fsdp.api.wrap import run_forward
 from fsdp.compat.fsdp1.sharding import plain_name, set_precision
 from fsdp.errors import PeerFailed, WorldError
 from fsdp.params.module_tree import IGNORED, ModuleTree
+from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.shards.dtensors import is_replaced
@@ -86,8 +87,10 @@ def _write_back(unit: Unit) -> None:
         parameter = param_shard.parameter
         for module, slot in info.slots:
             given: Any = module._parameters.get(slot)
-            if given is None or given is parameter or given is unit.unsharded_of(parameter):
+            if given is None or given is parameter:
                 continue
+            if owning_unit(given) is unit and not any(given is shard for shard in unit.sharded_params):
+                continue  # the unsharded parameter, or the full one that summon_full_params shows
             local = plain(parameter)
             if given.shape != local.shape or given.dtype != local.dtype:
                 raise RuntimeError(

@@ -22,6 +22,7 @@ from fsdp.config import MixedPrecisionPolicy
 from fsdp.device.streams import current_accelerator
 from fsdp.errors import ShardingError
 from fsdp.newer_peers import refuse_unknown_fields, refuse_unknown_member
+from fsdp.params.layout import ALIGNMENT
 from fsdp.params.module_tree import IGNORED
 from fsdp.params.shown_params import owning_unit
 from fsdp.runtime.registry import UnitRef, unit_ref_of
@@ -263,13 +264,19 @@ def shard(instance: Any, param_init_fn: Any, sync_module_states: bool) -> None:
         return
     if _serves(unit_ref_of(module), instance):
         return
-    strategy = instance.sharding_strategy
+    strategy, mesh = instance.sharding_strategy, instance._mesh
+    is_tensor_parallel = any(isinstance(p, torch_names.DTensor) for p in module.parameters() if p not in instance._ignored_params)
+    if mesh is None and (is_tensor_parallel or torch_names.is_part(instance._device_mesh)):
+        mesh = instance._device_mesh  # of an instance around this one parameters may be spread over the rest
+    if is_tensor_parallel and instance.world_size == 1 and strategy is ShardingStrategy.NO_SHARD:
+        strategy = ShardingStrategy.FULL_SHARD  # which cuts nothing over one rank, and knows DTensors
+    own = [p for p in module.parameters() if owning_unit(p) is None and p not in instance._ignored_params]
     keeps = strategy is ShardingStrategy._HYBRID_SHARD_ZERO2
     prefetches = instance.backward_prefetch is not None or instance.forward_prefetch
     fully_shard(
         module,
-        None if instance._mesh is not None else shared_group(instance.process_group),
-        mesh=instance._mesh,
+        None if mesh is not None else shared_group(instance.process_group),
+        mesh=mesh,
         sharding_strategy="HYBRID_SHARD" if strategy in HYBRID else strategy.name,
         reshard_after_forward=False if keeps else None,
         mp_policy=precision(instance),
@@ -279,7 +286,8 @@ def shard(instance: Any, param_init_fn: Any, sync_module_states: bool) -> None:
         ignored_modules=_outermost_ignored(instance),
         ignored_params=_ignored_params(instance),
         prefetch=1 if prefetches else 0,
-        plain_shards=True,
+        aligned=sum(p.nbytes for p in own) >= ALIGNMENT * instance.world_size,  # a few elements lie where FSDP1 puts them
+        plain_shards=not is_tensor_parallel,
     )
     refuse_other_engines(instance, type(module).__name__)
     drop_state_hooks(instance._unit_ref.engine)

@@ -134,10 +134,20 @@ def _put_parameters(
             full = param_range.full_param(buffer, param_shard)
             value = full.detach().clone()
             if kind is StateDictType.SHARDED_STATE_DICT:
-                value = torch_names.local_chunk(value, instance.process_group, instance._device_mesh)
+                value = part_of(instance, value, param_shard.parameter)
             if config.offload_to_cpu:
                 value = value.cpu()
             state_dict.update(dict.fromkeys(names, value))
+
+
+def part_of(instance: Any, full: Tensor, parameter: Tensor) -> Any:
+    """This rank's part of a full value or state of `parameter`, as FSDP1 gives it in a sharded state."""
+    units = () if instance._unit_ref is None else instance._unit_ref.engine.units
+    meshes = (p.device_mesh for unit in units for p in unit.unsharded_params if isinstance(p, torch_names.DTensor))
+    styles = next(meshes, None)
+    if styles is None or not full.dim():
+        return torch_names.local_chunk(full, instance.process_group, instance._device_mesh)
+    return torch_names.chunk_of_both(full, instance._device_mesh, styles, parameter)
 
 
 def _put_vector(instance: Any, state_dict: dict[str, Any], prefix: str, config: Any) -> None:
@@ -203,7 +213,8 @@ def _take_parts(instance: Any, state_dict: dict[str, Any], prefix: str, errors: 
             errors.append(f"size mismatch for {prefix + name}: the state dict has {found}, the model has {param_shard.shape}.")
             state_dict[prefix + name] = param_shard.parameter.detach()
             continue
-        state_dict[prefix + name] = param_shard.cut(value.to(param_shard.parameter.device))
+        local = param_shard.cut(value.to(param_shard.parameter.device))
+        state_dict[prefix + name] = param_shard.placement.as_shard(local)
 
 
 def _take_vectors(instance: Any, state_dict: dict[str, Any], prefix: str) -> None:

@@ -63,6 +63,10 @@ def _check(instance: Any, writeback: bool, rank0_only: bool, offload_to_cpu: boo
             with_grads and (offload_to_cpu or not instance._use_orig_params),
             "with_grads=True needs use_orig_params=True, and offload_to_cpu=False",
         ),
+        (
+            with_grads and instance._unit_ref is not None and instance._unit_ref.unit.replaces_params,
+            "with_grads=True needs a model without tensor parallelism; read p.grad.full_tensor()",
+        ),
         (offload_to_cpu and is_replicated, "offload_to_cpu=True needs a strategy that shards; NO_SHARD does not"),
         (writeback and rank0_only, "writeback=True needs the full parameters on every rank; leave rank0_only out"),
     ):

@@ -49,8 +49,10 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
     wrap,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as ShardOfDTensor
 
+from fsdp.comm.dtensor_mesh import is_part as is_part
 from fsdp.comm.simulated import current_rank
 from fsdp.compat.shared.plain_group import PlainGroup
 from fsdp.errors import ShardingError
@@ -164,6 +166,14 @@ def local_chunk(full: Tensor, group: Any, mesh: Any) -> Any:
         )
     devices = max(torch.accelerator.device_count(), 1)
     return _create_chunk_sharded_tensor(full, group.rank(), group.size(), devices, group)
+
+
+def chunk_of_both(full: Tensor, mesh: DeviceMesh, styles: DeviceMesh, parameter: Tensor) -> Tensor:
+    """This rank's part of a full tensor over `mesh` and `styles`, the mesh of tensor parallelism, cut there like `parameter`."""
+    cut = getattr(parameter, "placements", ())[mesh.ndim :] or (Replicate(),) * styles.ndim
+    joined = DeviceMesh._concatenate([mesh, styles])
+    placements = [*(Replicate() for _ in range(mesh.ndim - 1)), ShardOfDTensor(0), *cut]
+    return distribute_tensor(full, joined, placements, src_data_rank=None)
 
 
 def full_value(value: Any, group: Any) -> Any:

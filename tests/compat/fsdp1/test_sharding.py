@@ -77,3 +77,10 @@ def test_a_module_without_parameters_of_its_own_may_get_a_second_wrapper(rank: i
     assert list(again.state_dict()) == ["0.weight", "0.bias"]
     with pytest.raises(fsdp.ShardingError, match="Sequential is a unit already; wrap a module once"):
         FSDP(net, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+
+
+@on_ranks(2)
+def test_an_instance_of_a_few_elements_is_cut_evenly_as_in_fsdp1(rank: int) -> None:
+    model = FSDP(nn.Linear(1, 2, bias=False))
+    model(torch.tensor([float(rank)])).sum().backward()
+    assert [parameter.grad.tolist() for parameter in model.params] == [[0.5]]

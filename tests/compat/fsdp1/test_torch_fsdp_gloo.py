@@ -34,3 +34,21 @@ def test_an_old_script_gives_the_losses_of_torch_and_sharded_states_load(tmp_pat
 
 def test_rank_0_alone_gives_the_states_of_a_model_with_replicas(tmp_path: Path) -> None:
     assert results_of("tests.compat.replicas_program", 4, tmp_path) == [{"mesh": True, "groups": True}] * 4
+
+
+def test_a_model_with_tensor_parallelism_trains_and_is_saved_as_by_torch(tmp_path: Path) -> None:
+    for result in results_of("tests.compat.fsdp1.parallel_program", 4, tmp_path):
+        for name, (ours, theirs) in result["pairs"].items():
+            assert ours["first"] == ours["again"], name
+            torch.testing.assert_close(ours["losses"] + ours["first"], theirs["losses"] + theirs["first"], msg=name)
+            for kind in ("weights", "state"):
+                assert ours["placements"][kind] == theirs["placements"][kind], name
+                torch.testing.assert_close(ours[kind], theirs[kind], msg=name)
+        torch.testing.assert_close(*result["norms"])
+        for losses, expected in result["one dimension"]:
+            torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+        assert result["full"]
+        without_mesh, no_shard, with_grads = result["refusals"]
+        assert with_grads.endswith("with_grads=True needs a model without tensor parallelism; read p.grad.full_tensor().")
+        assert "is a DTensor: give the mesh to cut it over as well" in without_mesh
+        assert 'leave out plain_shards and "NO_SHARD"' in no_shard

@@ -428,6 +428,15 @@ NOT_YET = {"GradientReductionHandle"} - {*torch_fsdp._fully_shard.__all__}
 """Names of torch 2.15, on an older one."""
 
 
+@on_ranks(2)
+def test_each_wrapped_module_has_a_state_of_its_own(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model[0])
+    fully_shard(model)
+    states = [fully_shard.state(module) for module in (model, model[0])]
+    assert len({*states, None}) == 3 and fully_shard.state(model[1]) is None
+
+
 @describes_this_torch
 def test_every_name_of_fsdp2_is_here() -> None:
     assert set(torch_fsdp._fully_shard.__all__) == set(api.__all__) - NOT_YET
