@@ -1,6 +1,6 @@
 """The full parameters of a unit inside `summon_full_params`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 import torch
@@ -32,7 +32,7 @@ class FullParams:
         """Each full parameter with its shard. One of the two is the user's Parameter object."""
         self._addresses: list[int] = []
         """Of each full parameter that is a DTensor, its `Placement.address`; of the others 0."""
-        self.in_place_of: Mapping[int, nn.Parameter] = {}
+        self.in_place_of: dict[int, nn.Parameter] = {}
         """Those that are objects of their own, by the id of the shard."""
 
     @property
@@ -50,18 +50,16 @@ class FullParams:
             buffer = flat.gather_copy(flat.shard.dtype, unit)
             tracker.add("lent", size_of(buffer))
             self._buffers.append(buffer)
-        own = {}
         for flat, buffer in zip(self._flats, self._buffers, strict=True):
             for parameter, placement in zip(flat.sharded_params, flat.placements, strict=True):
                 full = nn.Parameter(placement.full_in(buffer).data, parameter.requires_grad)
                 self._addresses.append(_address(placement, full))
                 if placement.replaces_param:
-                    own[id(parameter)] = full
+                    self.in_place_of[id(parameter)] = full
                     self._exchanged.append((full, parameter))
                 else:
                     exchange(parameter, full)
                     self._exchanged.append((parameter, full))
-        self.in_place_of = own
 
     @torch.no_grad()
     def write_back(self) -> None:

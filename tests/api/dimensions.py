@@ -45,8 +45,7 @@ def check_summon(kind: str) -> None:
     """Full parameters inside, which are written back; shards again afterwards, which train on."""
     fsdp.fully_shard(nn.Linear(2, 2))  # its hooks on steps of optimizers come first
     model, optimizer = trained(kind, 1)
-    objects = dict(model.named_parameters())
-    before = shown(model)
+    objects, before = dict(model.named_parameters()), shown(model)
     model(batch(0, group_here(kind))).square().mean().backward()
     gradients = {name: value(p.grad).clone() for name, p in objects.items() if p.grad is not None}
     with fsdp.summon_full_params(model), torch.no_grad():
