@@ -518,6 +518,7 @@ class Unit:
     def free_full(self) -> None:
         """Point the user's Parameter objects at the shards again, or let the modules show these. Idempotent."""
         for full in self._full_params.in_place_of.values():
+            forget_owner(full)
             del self._indices[id(full)]
         self._full_params.free(self._tracker)
         self._rest_on({})

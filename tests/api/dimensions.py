@@ -43,6 +43,7 @@ def refused(text: str) -> Any:
 
 def check_summon(kind: str) -> None:
     """Full parameters inside, which are written back; shards again afterwards, which train on."""
+    fsdp.fully_shard(nn.Linear(2, 2))  # its hooks on steps of optimizers come first
     model, optimizer = trained(kind, 1)
     objects = dict(model.named_parameters())
     before = shown(model)
