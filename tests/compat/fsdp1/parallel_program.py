@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp.compat import torch_fsdp
@@ -55,10 +56,6 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: range, group: int
     return losses
 
 
-def placements_of(state: dict[str, Any]) -> dict[str, tuple[str, int]]:
-    return {name: (str(one.placements), one.device_mesh.ndim) for name, one in state.items()}
-
-
 def run_through(api: Any, mesh: DeviceMesh, options: dict[str, Any]) -> dict[str, Any]:
     """Train, save, train on, load and train the same again. The states are sharded ones."""
     kind, group = api.FullyShardedDataParallel, mesh.get_local_rank("dp")
@@ -76,7 +73,7 @@ def run_through(api: Any, mesh: DeviceMesh, options: dict[str, Any]) -> dict[str
         "state": {f"{name} {key}": one for name, kept in state["state"].items() for key, one in kept.items() if key != "step"},
     }
     full = {what: {name: one.full_tensor() for name, one in found.items()} for what, found in parts.items()}
-    placements = {what: placements_of(found) for what, found in parts.items()}
+    placements = {what: {name: str(one.placements) for name, one in found.items()} for what, found in parts.items()}
     return {"losses": losses, "first": first, "again": again, "placements": placements, **full}
 
 
@@ -91,15 +88,18 @@ def norms(mesh: DeviceMesh) -> tuple[list[float], list[float]]:
     return [model.clip_grad_norm_(1e9, power).item() for power in (1.0, 2.0, float("inf"))], wanted
 
 
-def full_states(mesh: DeviceMesh) -> bool:
-    """Whether the full state is that of the plain model, and is loaded."""
+def full_values(mesh: DeviceMesh) -> bool:
+    """Whether full states and full parameters have the values of the plain model, and take others."""
     kind, plain = torch_fsdp.FullyShardedDataParallel, make().state_dict()
     model = kind(parallel(mesh), device_mesh=mesh["dp"], **OPTIONS["instances"])
-    found = model.state_dict()
-    changed = {name: value + 1 for name, value in plain.items()}
-    model.load_state_dict(changed)
-    again = model.state_dict()
-    return all(torch.equal(found[name], value) and torch.equal(again[name], changed[name]) for name, value in plain.items())
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    for writes in (False, True):
+        with kind.summon_full_params(model, writeback=writes), torch.no_grad():
+            found = {name: p.full_tensor() if isinstance(p, DTensor) else p.clone() for name, p in model.named_parameters()}
+            assert all(torch.equal(value, plain[name] + 1) for name, value in found.items())
+            for parameter in model.parameters():
+                parameter.add_(1)
+    return all(torch.equal(value, plain[name] + 1 + 1) for name, value in model.state_dict().items())
 
 
 def beside_one_process(shape: tuple[int, int]) -> tuple[list[float], list[float]]:
@@ -141,7 +141,7 @@ def run(rank: int, size: int, folder: Path) -> Any:
     return {
         "pairs": pairs,
         "norms": norms(mesh),
-        "full": full_states(mesh),
+        "full": full_values(mesh),
         "refusals": refusals(mesh),
         "one dimension": [beside_one_process(shape) for shape in ((1, 4), (4, 1))],
     }
