@@ -430,12 +430,14 @@ class Unit:
         self._touches = touches.count
 
     def refuse_changed(self) -> None:
-        """Check at the end of a forward without a graph that it has computed with the weights that are there now.
+        """Check at the end of a forward that it has computed with the weights that are there now.
+
+        After a backward inside the forward, each read of a parameter gives what is there.
 
         Raises:
-            ShardingError: they were changed while it ran, as by a step of an optimizer in a hook. A backward looks by itself.
+            ShardingError: they were changed while it ran, as by a step of an optimizer in a hook.
         """
-        if self.versions.is_copy_of_earlier:
+        if self._open and self.versions.is_copy_of_earlier:
             raise ShardingError(
                 f"parameters of unit {self.name!r} were changed while its forward ran, which has computed with what they were "
                 "when it began; change them before or after the forward."
