@@ -430,9 +430,7 @@ class Unit:
         self._touches = touches.count
 
     def refuse_changed(self) -> None:
-        """Check at the end of a forward that it has computed with the weights that are there now.
-
-        After a backward inside the forward, each read of a parameter gives what is there.
+        """Check at the end of a forward that it has computed with the weights of now, as reads do after a backward inside it.
 
         Raises:
             ShardingError: they were changed while it ran, as by a step of an optimizer in a hook.
