@@ -198,8 +198,10 @@ class ModuleParams:
     def rest_on(self, full: Mapping[int, nn.Parameter]) -> None:
         """Let the module show these in place of shards, by the id of the shard, while the unit is not in use, as now."""
         shards = self._sharded_params
-        self._resting_params = {name: full[id(shard)] for name, shard in shards.items()} if full else shards
-        self._set_params(self._resting_params)
+        resting = {name: full[id(shard)] for name, shard in shards.items()} if full else shards
+        if resting is not self._resting_params:  # else what the user has put in stays, for the next check
+            self._resting_params = resting
+            self._set_params(resting)
 
     def stop_intercepting(self) -> None:
         """Let reads give what the module shows: the unit's forward, or a recompute of it, begins."""

@@ -505,9 +505,8 @@ class Unit:
         self._rest_on(own)
 
     def _rest_on(self, full: Mapping[int, nn.Parameter]) -> None:
-        if self.replaces_params:
-            for module_params in self._module_params:
-                module_params.rest_on(full)
+        for module_params in self._module_params:
+            module_params.rest_on(full)
 
     def write_back(self) -> None:
         """See `FullParams.write_back`."""
@@ -519,6 +518,6 @@ class Unit:
         """Point the user's Parameter objects at the shards again, or let the modules show these. Idempotent."""
         for full in self._full_params.in_place_of.values():
             forget_owner(full)
-            del self._indices[id(full)]
+            self._indices.pop(id(full), None)
         self._full_params.free(self._tracker)
         self._rest_on({})

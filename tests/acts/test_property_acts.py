@@ -73,6 +73,11 @@ FOUND: dict[str, tuple[Program, str, int]] = {
         "FULL_SHARD",
         2,
     ),
+    "a parameter is replaced, and each forward refuses it": (
+        (Do("replace a parameter"), Forward(9), Forward(9)),
+        "fully_shard",
+        2,
+    ),
     "an optimizer steps inside a forward whose outputs nobody trains by": (
         (Forward(9), Backward(9), Arm("in a pre-hook", "optimizer.step()"), Forward(9)),
         "FULL_SHARD",
