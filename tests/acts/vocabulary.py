@@ -6,6 +6,7 @@ Rule 3: what it reads it gives to `Player.read`; the values of the plain player 
 """
 
 import copy
+import gc
 import json
 import os
 import select
@@ -560,6 +561,7 @@ def in_a_fork(compute: Callable[[], tuple[Tensor, ...]]) -> list[Tensor]:
     into, out = os.pipe()
     child = os.fork()
     if not child:
+        gc.disable()  # a process group that is garbage waits in its destructor for threads that a fork has not
         try:
             os.write(out, json.dumps([None, [output.tolist() for output in compute()]]).encode())
         except fsdp.ShardingError as refusal:
