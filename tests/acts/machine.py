@@ -28,6 +28,7 @@ HOOKS = ("in a tensor hook", "in a post-accumulate hook")
 DETACHED = "change a weight through .detach()"
 POST_HOOK = "add a post-accumulate hook"
 ONE_MODULE = "evaluate one module"
+STEP = "optimizer.step()"
 ONES, CLIP = "set p.grad to ones", "clip the gradients"
 KEEP, PUT_BACK = "replace p.data, keep the old one", "put the kept p.data back"
 acts = st.sampled_from(sorted(ACTS))
@@ -125,7 +126,7 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         # in a backward inside a forward, hooks of parameters are inside that forward
         nests = act == BACKWARD and moment in INSIDE
         looks = any(act == unseen for unseen, _ in UNSEEN) or (
-            moment in HOOKS and any(differs(act, inside, self.door, self.size) for inside in INSIDE)
+            moment in HOOKS and (act == STEP or any(differs(act, inside, self.door, self.size) for inside in INSIDE))
         )
         known = known or (nests and self.looks) or (looks and self.nests)
         known = known or (self.is_late(act) and (self.keeps or not self.syncs))
