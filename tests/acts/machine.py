@@ -30,6 +30,7 @@ POST_HOOK = "add a post-accumulate hook"
 ONE_MODULE = "evaluate one module"
 STEP = "optimizer.step()"
 ONES, CLIP = "set p.grad to ones", "clip the gradients"
+INFERENCE, BUFFER = "evaluate in inference mode", "replace a buffer"
 KEEP, PUT_BACK = "replace p.data, keep the old one", "put the kept p.data back"
 acts = st.sampled_from(sorted(ACTS))
 blocks = st.integers(0, 1)
@@ -113,7 +114,7 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
     @rule(act=acts, block=blocks)
     def do(self, act: str, block: int) -> None:
         is_late = self.is_late(act) and (self.keeps or not self.syncs)
-        is_late |= (self.keeps_unsharded and act == PUT_BACK) or self.counts_padding(act)
+        is_late |= (self.keeps_unsharded and act == PUT_BACK) or self.clashes(act)
         if not is_late and not any(differs(act, moment, self.door, self.size) for moment in self.moments()):
             self.program.append(Do(act, block))
             self.used.add(act)
@@ -133,7 +134,7 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         # torch fails to detach a DTensor in inference mode, in which the act may come
         known = known or (self.door == "fully_shard" and act == DETACHED)
         known = known or (act == PUT_BACK and self.keeps_unsharded) or (act == KEEP and self.puts_back)
-        known = known or self.counts_padding(act)
+        known = known or self.clashes(act)
         # a forward inside a forward of the same unit fails there
         known = known or (self.door == "fairscale" and act == ONE_MODULE and moment in INSIDE)
         self.nests, self.looks = self.nests or nests, self.looks or looks
@@ -154,9 +155,14 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         """Whether an act, or what it sets, is different from plain torch where gradients are kept."""
         return act == POST_HOOK or differs(act, "between micro-batches", self.door, self.size)
 
-    def counts_padding(self, act: str) -> bool:
-        """Whether with this act a norm counts ones in the padding of a flat shard, as it does in fairscale."""
-        return self.door == "fairscale" and {act, *self.used} >= {ONES, CLIP}
+    def clashes(self, act: str) -> bool:
+        """Whether the programs leave out this act after those so far.
+
+        A norm counts ones in the padding of fairscale's flat shards, as it does in fairscale. And a buffer that is made inside an
+        evaluation in inference mode ends a later forward in torch's error, of which the plain player learns nothing.
+        """
+        used = {act, *self.used}
+        return (self.door == "fairscale" and used >= {ONES, CLIP}) or used >= {INFERENCE, BUFFER}
 
     def moments(self) -> set[str]:
         """What the moment is called in the table. Several may come together."""
