@@ -43,7 +43,7 @@ from fsdp.shards.dtensors import (
     local_of,
     local_of_full,
     make_dtensor,
-    ranks_of,
+    ranks_of_spec,
     replace_by_dtensor,
     specs_of,
 )
@@ -343,7 +343,7 @@ class DTensorPlacement(Placement):
 
     @property
     def ranks(self) -> Sequence[int]:
-        return ranks_of(self._spec)
+        return ranks_of_spec(self._spec)
 
     @property
     def coordinates(self) -> tuple[int, ...]:
@@ -382,7 +382,7 @@ class DTensorPlacement(Placement):
 
     def over_all_dims(self, unsharded: Tensor, data_ranks: Sequence[int]) -> Tensor:
         spec = self._unsharded_spec
-        return unsharded if spec is None else full_with_grad(unsharded, {*ranks_of(spec)} <= {*data_ranks})
+        return unsharded if spec is None else full_with_grad(unsharded, {*ranks_of_spec(spec)} <= {*data_ranks})
 
     def part_of_full(self, full: Tensor) -> Tensor:
         spec = self._unsharded_spec

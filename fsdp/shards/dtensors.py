@@ -77,7 +77,7 @@ def local_of_full(full: Tensor, spec: Any) -> Tensor:
     return full
 
 
-def ranks_of(spec: Any) -> list[int]:
+def ranks_of_spec(spec: Any) -> list[int]:
     """The ranks on which a tensor lies as `spec`, torch's DTensorSpec, says."""
     ranks: list[int] = spec.mesh.mesh.flatten().tolist()
     return ranks
