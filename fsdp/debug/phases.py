@@ -60,57 +60,32 @@ class Phases:
         self._replace_handlers()
 
     def _replace_handlers(self) -> None:
-        for action, handler in self._plain_actions.items():
-            phase = action.name.lower()
-            if self.named:
-                names = [self._name_of(phase, unit) for unit in range(len(self._units))]
-                handler = partial(_name_action, handler, names)
-            if self._add_record is not None and phase not in _BRIEF:
-                handler = _recorded_action(handler, self._add_record, phase, self._first)
-            self._actions[action] = handler
+        for action, plain in self._plain_actions.items():
+            self._actions[action] = self._around(plain, action.name.lower(), 0)
         for unit, effects in enumerate(self._plain_effects):
-            for effect, plain in effects.items():
-                self._effects[unit][effect] = self._around(plain, effect.name.lower(), unit)
+            for effect, handler in effects.items():
+                self._effects[unit][effect] = self._around(handler, effect.name.lower(), unit)
 
-    def _around(self, handler: Callable[[], Any], phase: str, unit: int) -> Callable[[], Any]:
-        """`handler`, with a name around it if a profiler runs, and with its times recorded if a trace is made."""
+    def _around(self, handler: Callable[..., Any], phase: str, first: int) -> Callable[..., Any]:
+        """`handler`, with a name around it if a profiler runs, and with its times recorded if a trace is made.
+
+        That of an action is called with the number of a unit, that of an effect is the handler of unit `first`.
+        """
         if self.named:
-            handler = partial(_name, handler, self._name_of(phase, unit))
+            handler = partial(_name, handler, [f"fsdp::{phase} {name}" for name in self._units[first:]])
         if self._add_record is not None and phase not in _BRIEF:
-            handler = _recorded(handler, self._add_record, phase, self._first + unit)
+            handler = partial(_record, handler, self._add_record, phase, self._first + first)
         return handler
 
-    def _name_of(self, phase: str, unit: int) -> str:
-        return f"fsdp::{phase} {self._units[unit]}"
+
+def _name(handler: Callable[..., Any], names: Sequence[str], *unit: int) -> Any:
+    with _NAMED(names[sum(unit)]):
+        return handler(*unit)
 
 
-def _name(handler: Callable[[], Any], name: str) -> Any:
-    with _NAMED(name):
-        return handler()
-
-
-def _name_action(handler: Callable[[int], Any], names: Sequence[str], unit: int) -> Any:
-    with _NAMED(names[unit]):
-        return handler(unit)
-
-
-def _recorded(handler: Callable[[], Any], add_record: AddRecord, phase: str, unit: int) -> Callable[[], Any]:
-    def call() -> Any:
-        began = perf_counter_ns()
-        try:
-            return handler()
-        finally:
-            add_record((began, perf_counter_ns(), phase, unit))
-
-    return call
-
-
-def _recorded_action(handler: Callable[[int], Any], add_record: AddRecord, phase: str, first: int) -> Callable[[int], Any]:
-    def call(unit: int) -> Any:
-        began = perf_counter_ns()
-        try:
-            return handler(unit)
-        finally:
-            add_record((began, perf_counter_ns(), phase, first + unit))
-
-    return call
+def _record(handler: Callable[..., Any], add_record: AddRecord, phase: str, first: int, *unit: int) -> Any:
+    began = perf_counter_ns()
+    try:
+        return handler(*unit)
+    finally:
+        add_record((began, perf_counter_ns(), phase, first + sum(unit)))

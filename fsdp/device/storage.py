@@ -181,8 +181,8 @@ def size_of(tensor: Tensor) -> int:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """A number that is equal for two tensors exactly if they share a storage, with or without memory."""
-    return int(tensor.untyped_storage()._cdata)
+    """A number that is equal for two tensors exactly if they share a storage, with or without memory. Of a DTensor: its part."""
+    return int(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
 
 
 class Cutter:

@@ -271,7 +271,7 @@ class FlatBuffer:
         """
         if self.placements[0].replaces_param:
             refuse_own_gathers(self.sharded_params, unit)
-        if not (self.asks_addresses or moved_shards.data or self.shard is not self._own_shard) or not self.is_replaced:
+        if not self.is_replaced:
             return False
         if self.placements[0].refuses_data:
             self._refuse_data(unit)

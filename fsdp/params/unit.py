@@ -249,8 +249,7 @@ class Unit:
         Raises:
             ShardingError: the data does not fit, a module shows another parameter, or a copy was changed in place.
         """
-        if self.is_put_away:
-            self.refuse_put_away()
+        self.refuse_put_away()
         self._read_copies.check(self.name)
         self.check_modules()
         return self.follow_replaced()
@@ -441,10 +440,6 @@ class Unit:
                 f"parameters of unit {self.name!r} were changed while its forward ran, which has computed with what they were "
                 "when it began; change them before or after the forward."
             )
-
-    def unsharded_grads(self) -> list[Tensor | None]:
-        """`.grad` of each unsharded parameter."""
-        return [*map(_GRAD, self.unsharded_params)]
 
     def refuse_lost_acts(self, gradients: Sequence[Tensor | None]) -> None:
         """Check at the end of a forward what the user did with the unsharded parameters that the modules show.

@@ -141,7 +141,7 @@ class ForwardHooks(RefuseCopy):
                 if self._unit.has_replaced:
                     call.path.set_versions(self._unit.versions.forward_begins())
             if call.path.recompute or self._engine.splits_backward:
-                call.keep_gradients(self._unit.unsharded_grads())
+                call.keep_gradients([unsharded.grad for unsharded in self._unit.unsharded_params])
         call.accept(carried)
         unsharded = self._engine.is_unsharded(self._index)
         if unsharded:

@@ -303,7 +303,7 @@ def compare(of: Pattern, outcomes: Sequence[Outcome]) -> None:
         assert found.own == wanted.own, f"sharded on one side only: {found.own ^ wanted.own}"
         assert [name for name, _ in found.notes] == [name for name, _ in wanted.notes]
         for (name, value), (_, other) in zip(found.notes, wanted.notes, strict=True):
-            _assert_noted_alike(f"note {name!r} of rank {rank}", value, other, of.notes_within)
+            assert_noted_alike(f"note {name!r} of rank {rank}", value, other, of.notes_within)
         assert len(found.steps) == len(wanted.steps)
         own = {name: wanted.weights[name] for name in wanted.own}
         assert_close({name: found.weights[name] for name in own}, own, of.within)
@@ -324,7 +324,7 @@ def compare(of: Pattern, outcomes: Sequence[Outcome]) -> None:
         assert all(floor == now for floor, now in found.resting), f"(after wrapping, at the end): {found.resting}"
 
 
-def _assert_noted_alike(what: str, value: Tensor | None, other: Tensor | None, within: float) -> None:
+def assert_noted_alike(what: str, value: Tensor | None, other: Tensor | None, within: float) -> None:
     if value is None or other is None:
         assert value is other, f"{what} is {value}, not {other}"
         return
