@@ -200,8 +200,9 @@ class BackwardPath:
 class Visit:
     """What one backward does in one unit: gradients that arrived, calls that autograd entered and has not left.
 
-    Invariants: at rest nothing is recorded but the paths of calls. A visit in which a backward has recorded something is in
-    `visited`, and whoever ends the backward resets it.
+    Invariants, which tests/patterns/visits.py checks: at rest nothing is recorded but the paths of calls. A visit in which a
+    backward has recorded something is in `visited`, once, and whoever ends the backward resets it. A visit with open calls, or
+    reached through a second graph, is entered. At least as many calls are open as followed paths have input nodes ahead.
     """
 
     __slots__ = (

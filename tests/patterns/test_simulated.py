@@ -12,6 +12,7 @@ from zlib import crc32
 import pytest
 
 import fsdp
+from tests.patterns import visits
 from tests.patterns.every import PATTERNS
 from tests.patterns.harness import Outcome, attempt, compare, perform
 from tests.patterns.turns import Turn, recorded
@@ -47,7 +48,7 @@ def simulated(name: str, world: str) -> tuple[list[Outcome], set[Turn]]:
     size, seed, options = WORLDS[world]
     of = PATTERNS[name]
     run = attempt if of.disagrees else perform
-    with recorded() as turns:
+    with recorded() as turns, visits.checked():
         return fsdp.simulate(size, lambda rank: run(of, rank, size, **options), seed), turns
 
 
