@@ -1,6 +1,7 @@
 """Stages of torch's pipeline schedules, over modules that are sharded."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 
-from fsdp.api.wrap import no_sync
 from fsdp.comm.open_communicators import ProcessGroup, open_routed
 from fsdp.params.use_outside_forward import backward_without_a_loss
 from fsdp.runtime.engine import Engine
@@ -65,7 +65,7 @@ class PipelineStage(pipelining.PipelineStage):
         """Compute one backward of a micro-batch, or the half of one. Called by schedules."""
         given: dict[str, Any] = bwd_kwargs
         engines = engines_in(self.submod, "PipelineStage")
-        with no_sync(self.submod):
+        with _keeps_gradients(engines):
             if backward_type == "full":
                 return stage_backward(given["stage_output"], given["output_grads"], given["input_values"]), None
             for engine in engines:
@@ -86,6 +86,19 @@ class PipelineStage(pipelining.PipelineStage):
             engine.end_pipeline_step()
         if grad_scale_factor != 1:
             self.scale_grads(grad_scale_factor)
+
+
+@contextmanager
+def _keeps_gradients(engines: Sequence[Engine]) -> Iterator[None]:
+    """Keep gradients as `no_sync` does, but also on one rank, where they are reduced once a step all the same."""
+    before = [engine.synchronises for engine in engines]
+    try:
+        for engine in engines:
+            engine.set_synchronises(False)
+        yield
+    finally:
+        for engine, synchronises in zip(engines, before, strict=True):
+            engine.set_synchronises(synchronises)
 
 
 def _unsharded_params(module: nn.Module, engines: Sequence[Engine]) -> Iterator[nn.Parameter]:

@@ -365,6 +365,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Accumulate gradients without communication: a backward that begins inside keeps its unsharded gradients on this rank.
 
     The next backward outside reduces them together with its own. `zero_grad()` drops them, as it drops any gradient.
+    On one rank there is nothing to keep: each backward adds to `.grad`.
 
     Memory: the unsharded gradients, until that backward.
 
@@ -389,4 +390,4 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -
         ShardingError: `model` contains no unit, or is only a part of a root.
     """
     for engine in engines_in(model, "set_requires_gradient_sync"):
-        engine.set_synchronises(bool(requires_gradient_sync))
+        engine.set_synchronises(bool(requires_gradient_sync) or engine.reducer.keeps_nothing)

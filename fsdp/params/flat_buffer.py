@@ -133,6 +133,8 @@ class FlatBuffer:
         self._with_memory = [self._local_unsharded[i] for i in self._nonempty]
         starts = (slot.start for slot in self.layout.slots if slot.numel)
         self._byte_offsets = [start * self.unsharded.element_size() for start in starts]
+        self._pointers: tuple[int, list[int]] = (-1, [])
+        """The address of the unsharded memory when it was looked at last, and of each parameter in it."""
         self._inplace_updates = self.count_inplace_updates()
         """The counts when in-place updates were last written back or ignored."""
 
@@ -430,7 +432,9 @@ class FlatBuffer:
         if self.is_shared:
             addresses = self._addresses()
             return [addresses[i] for i in self._nonempty]
-        return [*map(self.unsharded.data_ptr().__add__, self._byte_offsets)]
+        if (base := self.unsharded.data_ptr()) != self._pointers[0]:  # otherwise the allocator has given the same memory again
+            self._pointers = base, [*map(base.__add__, self._byte_offsets)]
+        return self._pointers[1]
 
     def _write_back(self, i: int, unit: str, saved: SavedShards | None) -> None:
         """Copy this rank's part of unsharded parameter `i` to the shard."""

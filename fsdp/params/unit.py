@@ -202,7 +202,8 @@ class Unit:
             ShardingError: the unsharded parameters have another dtype than the shards.
         """
         changes = sum(map(FlatBuffer.write_back_inplace, self.flats, repeat(self.name), repeat(saved)))
-        self.versions.write_back(changes)
+        if changes:
+            self.versions.write_back(changes)
         return changes
 
     def write_back_inplace_of_recompute(self) -> None:
@@ -455,7 +456,7 @@ class Unit:
         """
         if touches.count != self._touches:
             self._refuse_put_in()
-        now = self.unsharded_grads()
+        now = [*map(_GRAD, self.unsharded_params)]
         if any(map(is_not, now, gradients)) if gradients else now.count(None) < len(now):
             before = gradients or repeat(None)
             name = next(info.names[0] for info, *grads in zip(self.param_infos, now, before, strict=False) if is_not(*grads))

@@ -229,6 +229,8 @@ class ReadCopies:
         Raises:
             ShardingError: a copy was changed in place.
         """
+        if not self._versions:
+            return
         versions, self._versions, kept, self._kept = self._versions, {}, self._kept, {}
         hidden = [index for index, (copy, before) in kept.items() if _bytes(copy).ne(_bytes(before)).any()]
         for index, (stand_in, version) in versions.items():

@@ -107,19 +107,17 @@ class Versions:
         """Whether the counters had moved since the last pass began when the last copy was gathered."""
         return self._at_gather != self._at_pass
 
-    def gathered(self) -> None:
-        """A copy is about to be gathered, outside any backward."""
-        self._at_gather = self.now()
-        self._others_at_gather = self._at_gather + self._repeated - self._written_back
+    def before_gather(self, in_backward: bool) -> None:
+        """A copy is about to be gathered: note where the shards lie, and outside any backward what they are at."""
+        self._places = self._count_places()
+        if not in_backward:
+            self._at_gather = self.now()
+            self._others_at_gather = self._at_gather + self._repeated - self._written_back
 
     @property
     def is_copy_of_earlier(self) -> bool:
         """Whether others have changed a shard since the last copy was gathered."""
-        return self._copies and self.of_others != self._others_at_gather
-
-    def note_places(self) -> None:
-        """A copy is about to be gathered: note where the shards lie."""
-        self._places = self._count_places()
+        return self._copies and self.now() + self._repeated - self._written_back != self._others_at_gather
 
     @property
     def is_copy_of_others(self) -> bool:

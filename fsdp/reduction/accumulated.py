@@ -62,6 +62,11 @@ def _refuse_data(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), k
             "`.data` of a gradient that is kept under no_sync: a change through it would not reach what is kept. Scale or clip "
             "gradients after the backward that synchronises; this rank's part can be read by `.detach()`."
         )
+    if func == Tensor.__deepcopy__:
+        raise ShardingError(
+            "copy.deepcopy of a gradient that is kept under no_sync, or of its parameter: it is this rank's part alone, before "
+            "the average. Copy after the backward that synchronises, or set `.grad` to None."
+        )
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))
 

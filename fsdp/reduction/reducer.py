@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 from time import perf_counter
 
-from torch import Tensor, nn
+from torch import Tensor, nn, promote_types
 
 from fsdp.comm.context import CommContext
 from fsdp.device.storage import MemoryTracker
@@ -109,6 +109,13 @@ class Reducer:
         for bucket in self._accumulating():
             bucket.drop_zeroed()
         return bool(self._accumulating())
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether there is nothing to keep under `no_sync`: on one rank `.grad` can sum gradients without more rounding."""
+        dtypes = [(bucket.dtype, bucket.flat.shard.dtype) for bucket in self.buckets]
+        sums = all([promote_types(reduced, shard) is shard for reduced, shard in dtypes])
+        return sums and self.hook is None and self._comms.size == 1
 
     @property
     def accumulates(self) -> bool:

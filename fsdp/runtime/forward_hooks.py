@@ -186,8 +186,7 @@ class ForwardHooks(RefuseCopy):
                 self._unit.write_back_inplace_of_recompute()
             else:
                 call.path.add_updates(self._unit.write_back_inplace())
-                if self._engine.is_unsharded(self._index):
-                    self._unit.refuse_changed()
+                self._unit.refuse_changed()
             self._unit.refuse_lost_acts(call.gradients)
             outputs = self._find_outputs(call, output)
         except ShardingError as refusal:

@@ -81,9 +81,7 @@ class StaleParams:
         versions = self._units[index].versions
         check = CopyAction.CHECK in actions
         replaced = self._units[index].check_shards() if check else self._units[index].follow_replaced()
-        versions.note_places()
-        if check:
-            versions.gathered()
+        versions.before_gather(in_backward=not check)
         # data of the user is copied just now; a forward may write shards after its pass began, and the gather stream has waited
         # for the beginning alone
         if replaced or (check and not self._streams.on_host and versions.moved_in_pass):

@@ -258,13 +258,8 @@ ON_ONE_RANK: Final = {
     ("change a weight through .data", moment, door)
     for moment in ("between forward and backward", "between two backwards of one graph")
     for door in ("SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER")
-} | {
-    (act, "between micro-batches", door)
-    for act in ("read the value of a gradient", "read the norm of every gradient", "add the gradient to a weight")
-    for door in DOORS
 }
-"""On one rank shards are ordinary tensors, of which torch counts no change through `.data`, and these strategies keep a copy.
-And `.grad` of an earlier backward is shown without what `no_sync` keeps beside it."""
+"""On one rank shards are ordinary tensors, of which torch counts no change through `.data`, and these strategies keep a copy."""
 
 ON_THREE_RANKS: Final = {("set p.grad_dtype", "in a tensor hook", "torch_fsdp")} | {
     (act, moment, door)

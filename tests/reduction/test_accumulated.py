@@ -1,5 +1,6 @@
 """Gradients kept under no_sync: they add up, they die with zero_grad, and nothing else touches them."""
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -227,8 +228,9 @@ def test_an_outer_root_can_be_made_when_nothing_is_kept_under_no_sync_any_more(w
         model = nn.Sequential(inner, last)
         with fsdp.no_sync(inner):
             inner(torch.ones(1, 4)).sum().backward()
-        with pytest.raises(fsdp.ShardingError, match="unit '0' keeps gradients under no_sync"):
-            fsdp.fully_shard(model)
+        if world_size > 1:  # one rank keeps nothing
+            with pytest.raises(fsdp.ShardingError, match="unit '0' keeps gradients under no_sync"):
+                fsdp.fully_shard(model)
         train(inner, lambda: fsdp.fully_shard(model))
         assert is_at_rest(model)
         return gradients_of(model)
@@ -254,17 +256,48 @@ def test_a_kept_gradient_that_one_rank_holds_alone_is_not_scaled_through_data(ra
         assert torch.equal(gradients_of(model)["bias"], torch.full((4,), 2.0))
 
 
-@pytest.mark.parametrize("options", [{}, {"dtensors": True}, {"sharding_strategy": "NO_SHARD"}], ids=str)
-def test_one_rank_shows_all_that_it_keeps_and_it_may_be_changed(options: dict[str, Any]) -> None:
-    def one_rank(rank: int) -> None:
-        model = fsdp.fully_shard(nn.Linear(4, 4), **options)
-        losses = [model(torch.ones(1, 4)).sum() for _ in range(3)]
-        with fsdp.no_sync(model), torch.no_grad():
-            for count, loss in enumerate(losses[:2], 1):
-                loss.backward()
-                assert torch.equal(fsdp.to_local(model.bias.grad).view(-1), torch.full((4,), float(count)))
-            model.bias.grad.mul_(0.5)
-        losses[2].backward()
-        assert torch.equal(gradients_of(model)["bias"].view(-1), torch.full((4,), 2.0))
+ON_ONE_RANK = pytest.mark.parametrize(
+    "options",
+    [
+        *({}, {"dtensors": True}, {"sharding_strategy": "NO_SHARD"}),
+        {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+    ],
+    ids=str,
+)
 
-    simulate(1, one_rank)
+
+@ON_ONE_RANK
+@on_ranks(1)
+def test_one_rank_shows_all_gradients_under_no_sync_and_they_may_be_changed(rank: int, options: dict[str, Any]) -> None:
+    model = fsdp.fully_shard(nn.Linear(4, 4), **options)
+    losses = [model(torch.ones(1, 4)).sum() for _ in range(3)]
+    with fsdp.no_sync(model), torch.no_grad():
+        for count, loss in enumerate(losses[:2], 1):
+            loss.backward()
+            assert torch.equal(fsdp.to_local(model.bias.grad).view(-1), torch.full((4,), float(count)))
+        model.bias.grad.mul_(0.5)
+    losses[2].backward()
+    assert torch.equal(gradients_of(model)["bias"].view(-1), torch.full((4,), 2.0))
+
+
+@ON_ONE_RANK
+@on_ranks(1)
+def test_one_rank_adds_to_a_gradient_from_before_under_no_sync(rank: int, options: dict[str, Any]) -> None:
+    model = fsdp.fully_shard(nn.Linear(4, 4), **options)
+    losses = [model(torch.ones(1, 4)).sum() for _ in range(2)]
+    losses[0].backward()
+    with fsdp.no_sync(model):
+        losses[1].backward()
+    assert torch.equal(fsdp.to_local(model.bias.grad).view(-1), torch.full((4,), 2.0))
+
+
+@pytest.mark.parametrize("options", [{"dtensors": True}, {"plain_shards": True}], ids=str)
+@on_ranks(2)
+def test_no_copy_is_made_of_a_gradient_that_is_kept(rank: int, options: dict[str, Any]) -> None:
+    model = fsdp.fully_shard(nn.Linear(4, 4), **options)
+    with fsdp.no_sync(model):
+        model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(fsdp.ShardingError, match=r"copy\.deepcopy of a gradient that is kept under no_sync"):
+        copy.deepcopy(model.weight.grad)
+    model(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(copy.deepcopy(fsdp.to_local(model.weight.grad)), torch.full_like(fsdp.to_local(model.weight.grad), 2.0))

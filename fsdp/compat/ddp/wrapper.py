@@ -69,6 +69,7 @@ class ReplicatedModule(nn.Module):
             broadcast_buffers=broadcast_buffers,
             plain_shards=True,
         )
+        self._requires_sync = True
         refuse_other_engines(self)
 
     @property
@@ -80,10 +81,11 @@ class ReplicatedModule(nn.Module):
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether a backward that begins reduces its gradients. It may be set."""
-        return self._unit_ref.engine.synchronises
+        return self._requires_sync
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, requires: bool) -> None:
+        self._requires_sync = requires
         wrap.set_requires_gradient_sync(self, requires)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -208,8 +210,12 @@ class DistributedDataParallel(ReplicatedModule):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank. The next backward outside averages them together with its own."""
-        with wrap.no_sync(self):
-            yield
+        before, self._requires_sync = self._requires_sync, False
+        try:
+            with wrap.no_sync(self):
+                yield
+        finally:
+            self._requires_sync = before
 
     def join(
         self,
