@@ -83,6 +83,7 @@ bench: $(VENV)/.made-for-tests
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/tracing.py
 	$(BIN)/python benchmarks/uneven.py
+	$(BIN)/python benchmarks/dimensions.py
 	! command -v ip tc unshare nsenter || $(BIN)/python benchmarks/hosts.py
 	! command -v g++ || $(BIN)/python benchmarks/offload.py
 	$(BIN)/python benchmarks/where.py

@@ -167,12 +167,12 @@ class FSDP2(Bare):
 
         return fully_shard
 
-    def wrap(self, module: nn.Module, unit: Unit, half: bool = False) -> nn.Module:
+    def wrap(self, module: nn.Module, unit: Unit, half: bool = False, mesh: Any = None) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         fully_shard = self.fully_shard
-        mesh = init_device_mesh(self.device, (dist.get_world_size(),))
+        mesh = mesh or init_device_mesh(self.device, (dist.get_world_size(),))
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
         for child in module.modules():
             if isinstance(child, unit):

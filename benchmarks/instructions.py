@@ -12,13 +12,16 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from common import Bar, alone, arguments, begin, print_table, write
 from host import COUNTED_UNITS, NAMES, PHASES, Runner, Settings
 
+K = TypeVar("K", bound=Hashable)
 VALGRIND = ("valgrind", "--tool=callgrind", "--instr-atstart=yes", "--collect-atstart=no")
 STEPS = 2
 """Counted of each model; the last one is kept."""
@@ -47,10 +50,20 @@ def keys(settings: Settings) -> list[tuple[str, int, str]]:
 
 def measure(settings: Settings, timeout: float) -> dict[str, dict[str, float]]:
     """Instructions per unit, by contender and phase."""
+    given = ["--contenders", *settings.contenders, "--tensors", str(settings.tensors), "--world", str(settings.world)]
+    counts = count([__file__, *given, "--inside"], keys(settings), timeout)
+    few, many = COUNTED_UNITS
+    return {
+        name: {phase: (counts[name, many, phase] - counts[name, few, phase]) / (many - few) for phase in PHASES}
+        for name in settings.contenders
+    }
+
+
+def count(program: Sequence[str], names: Sequence[K], timeout: float) -> dict[K, int]:
+    """The instructions between the toggles of a program, in their order; where a name comes twice, the later ones."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "callgrind"
-        given = ["--contenders", *settings.contenders, "--tensors", str(settings.tensors), "--world", str(settings.world)]
-        command = [*VALGRIND, f"--callgrind-out-file={out}", sys.executable, __file__, *given, "--inside"]
+        command = [*VALGRIND, f"--callgrind-out-file={out}", sys.executable, *program]
         # the order of a dict's keys is not to differ from run to run
         environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         try:
@@ -59,12 +72,7 @@ def measure(settings: Settings, timeout: float) -> dict[str, dict[str, float]]:
             raise SystemExit("valgrind is not installed, and nothing else here counts instructions") from None
         if done.returncode != 0:
             raise SystemExit(f"under valgrind: {done.stderr[-2000:]}")
-        counts = {key: total(Path(f"{out}.{number}")) for number, key in enumerate(keys(settings), start=1)}
-    few, many = COUNTED_UNITS
-    return {
-        name: {phase: (counts[name, many, phase] - counts[name, few, phase]) / (many - few) for phase in PHASES}
-        for name in settings.contenders
-    }
+        return {name: total(Path(f"{out}.{number}")) for number, name in enumerate(names, start=1)}
 
 
 def total(path: Path) -> int:

@@ -31,7 +31,20 @@ TITLES = {
 WIDTH = 140
 SHOWN_LOAD = "1.0"
 """The load for which the page shows computed steps: communication takes as long as computing."""
-OTHERS = ("host", "instructions", "memory", "wire", "overlap", "scale", "offload", "plan", "tracing", "units", "uneven")
+OTHERS = (
+    "host",
+    "instructions",
+    "dimensions",
+    "memory",
+    "wire",
+    "overlap",
+    "scale",
+    "offload",
+    "plan",
+    "tracing",
+    "units",
+    "uneven",
+)
 """Benchmarks of which the page shows the bars alone. The figures of some are on the page about performance."""
 SOAK = result_file.RESULTS / "soak.json"
 SIZE = (

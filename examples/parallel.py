@@ -15,6 +15,7 @@ Rule: a global batch is a function of the step alone, so that every product of t
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -37,7 +38,7 @@ LEARNING_RATE, MAX_NORM, SAME = 3e-3, 1.0, 1e-4
 
 
 class Attention(nn.Module):
-    """Causal attention with rotated queries and keys. With a group, each rank has a part of the sequence."""
+    """Causal attention with rotated queries and keys. With a group, each rank has a part of the sequence, in their order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,12 +55,75 @@ class Attention(nn.Module):
             layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
         query, key = rotated(query, positions), rotated(key, positions)
-        if self.group is not None:  # the keys and values of the whole sequence, whose gradients go back to their ranks
-            key, value = (all_gather_tensor_autograd(one.contiguous(), 2, self.group) for one in (key, value))
-        visible = positions[:, None] >= torch.arange(key.shape[2], device=x.device)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=visible)
+        if self.group is None:
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            mixed = RingAttention.apply(query, key, value, self.group)
         attended: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return attended
+
+
+class RingAttention(torch.autograd.Function):
+    """Causal attention over a sequence that is cut over the ranks of a group: (batch, heads, length, size) each.
+
+    Keys and values travel around the ring, so a rank holds those of two ranks at most. In the backward they travel once more, and
+    their gradients with them, which are home after a whole round.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: Any) -> Tensor:
+        mixed, log_sum = torch.zeros_like(query), query.new_full((*query.shape[:-1], 1), -torch.inf)
+        given = query, key, value
+        rank = dist.get_rank(group)
+        for source in sources(group):
+            if source != rank:
+                key, value = passed_on((key, value), group)
+            if source <= rank:  # the others have later positions
+                scores = scores_of(query, key, source == rank)
+                total = torch.logaddexp(log_sum, scores.logsumexp(-1, keepdim=True))
+                mixed = mixed * (log_sum - total).exp() + (scores - total).exp() @ value
+                log_sum = total
+        ctx.save_for_backward(*given, mixed, log_sum)
+        ctx.group = group
+        return mixed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+        query, key, value, mixed, log_sum = ctx.saved_tensors
+        group, rank, scale = ctx.group, dist.get_rank(ctx.group), query.shape[-1] ** -0.5
+        of_sums = (grad * mixed).sum(-1, keepdim=True)
+        grad_query, grad_key, grad_value = map(torch.zeros_like, (query, key, value))
+        for source in sources(group):
+            if source <= rank:
+                weights = (scores_of(query, key, source == rank) - log_sum).exp()
+                grad_scores = weights * (grad @ value.mT - of_sums) * scale
+                grad_query = grad_query + grad_scores @ key
+                grad_key = grad_key + grad_scores.mT @ query
+                grad_value = grad_value + weights.mT @ grad
+            key, value, grad_key, grad_value = passed_on((key, value, grad_key, grad_value), group)
+        return grad_query, grad_key, grad_value, None
+
+
+def sources(group: Any) -> list[int]:
+    """Whose keys and values a rank has in each turn, if all pass theirs on to the next rank after it."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    return [(rank - turn) % ranks for turn in range(ranks)]
+
+
+def scores_of(query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    return scores + torch.full_like(scores, -torch.inf).triu(1) if is_causal else scores
+
+
+def passed_on(tensors: Sequence[Tensor], group: Any) -> Sequence[Tensor]:
+    """Give the tensors to the next rank of the ring; return those of the rank before. Communicates."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    sent = torch.cat([one.reshape(-1) for one in tensors])
+    received = torch.empty_like(sent)
+    from_before, to_next = ([sent.numel() if one == (rank + step) % ranks else 0 for one in range(ranks)] for step in (-1, 1))
+    dist.all_to_all_single(received, sent, from_before, to_next, group=group)
+    parts = received.split_with_sizes([one.numel() for one in tensors])
+    return [part.view(one.shape) for part, one in zip(parts, tensors, strict=True)]
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:

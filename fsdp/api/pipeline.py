@@ -31,8 +31,10 @@ class PipelineStage(pipelining.PipelineStage):
     Make it after wrapping, on all ranks of the group alike: over gloo the group is routed, so that a rank that fails is named on
     the ranks of all stages. Communicates.
 
+    A module without units is a stage as by torch's class, whose name `fsdp.compat.install("fully_shard")` gives to this one.
+
     Raises:
-        ShardingError: in the first backward: the module contains no unit, or is only a part of a root.
+        ShardingError: in the first backward: the module is only a part of a root.
     """
 
     @property
@@ -63,6 +65,8 @@ class PipelineStage(pipelining.PipelineStage):
         self, backward_type: str, bwd_kwargs: dict[str, object], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, object]] | None]:
         """Compute one backward of a micro-batch, or the half of one. Called by schedules."""
+        if not self._engines():
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         given: dict[str, Any] = bwd_kwargs
         engines = engines_in(self.submod, "PipelineStage")
         with _keeps_gradients(engines):
@@ -78,6 +82,9 @@ class PipelineStage(pipelining.PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the gradients of all micro-batches, and divide them. Called by schedules. Communicates."""
+        if not self._engines():
+            super().perform_reduce_grad(grad_scale_factor)
+            return
         for engine in engines_in(self.submod, "PipelineStage"):
             engine.set_splits_backward(False)
             backward_without_a_loss(partial(engine.on_event, 0, Event.EXTERNAL_GRAD))

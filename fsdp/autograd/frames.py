@@ -16,7 +16,7 @@ graph_task: Final = torch._C._current_graph_task_id
 """The number of the graph task that the calling thread runs, or -1. A reentrant checkpoint runs a graph task of its own."""
 
 _CALL: Final = nn.Module._call_impl.__code__
-_GRAD: Final = torch.autograd.grad.__code__
+GRAD: Final = torch.autograd.grad.__code__
 _BACKWARD: Final = torch.autograd.backward.__code__
 _RUN: Final = torch.autograd.graph._engine_run_backward.__code__
 _LOAD: Final = nn.Module.load_state_dict.__code__
@@ -135,20 +135,22 @@ def gets_gradient(leaf: Tensor) -> bool:
     return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
 
 
-def in_autograd_grad() -> bool:
-    """Whether `torch.autograd.grad` runs the backward, so that no parameter gets a gradient. False when in doubt.
+def backward_caller() -> CodeType | None:
+    """What runs the backward: `GRAD`, where no parameter gets a gradient, or the caller of `torch.autograd.backward`.
 
-    A thread of autograd's own (CUDA) does not show its caller. There the stacks of all threads are searched.
+    A thread of autograd's own (CUDA) does not show it. There the stacks of all threads are searched; None when in doubt.
     """
-    is_grad, frame = False, sys._getframe().f_back
+    caller, frame = None, sys._getframe().f_back
     while frame is not None:  # each step of a generator is a call
         if frame.f_code is _BACKWARD:
-            return False
-        is_grad = is_grad or frame.f_code is _GRAD
+            return frame.f_back and frame.f_back.f_code
+        if frame.f_code is GRAD:
+            caller = GRAD
         frame = frame.f_back
     if not isinstance(threading.current_thread(), threading._DummyThread):
-        return is_grad
-    return {frame.f_code for frame in _backward_calls()} == {_GRAD}
+        return caller
+    callers = {GRAD if frame.f_code is GRAD else frame.f_back and frame.f_back.f_code for frame in _backward_calls()}
+    return callers.pop() if len(callers) == 1 else None
 
 
 def in_split_backward() -> bool:
@@ -163,7 +165,7 @@ def graph_is_made() -> bool:
     Grad mode does not show it, because grad mode is on in every recompute.
     """
     for frame in _frames():
-        if frame.f_code in (_BACKWARD, _GRAD):
+        if frame.f_code in (_BACKWARD, GRAD):
             return bool(frame.f_locals["create_graph"])
     # a thread of autograd's own (CUDA) does not show its caller
     flags = [frame.f_locals["create_graph"] for frame in _backward_calls()]
@@ -206,7 +208,7 @@ def _frames() -> Iterator[FrameType]:
 
 def _backward_calls() -> Iterator[FrameType]:
     """The running calls of `torch.autograd.backward` and `torch.autograd.grad` on all threads."""
-    return (frame for frame in _all_frames() if frame.f_code in (_BACKWARD, _GRAD))
+    return (frame for frame in _all_frames() if frame.f_code in (_BACKWARD, GRAD))
 
 
 def _all_frames() -> Iterator[FrameType]:

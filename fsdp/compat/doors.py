@@ -61,8 +61,10 @@ DOORS: Final[dict[str, Door]] = {
             "torch.distributed.fsdp": WHAT_IT_HAS,
             "torch.distributed._composable.fsdp": WHAT_IT_HAS,
             "torch.distributed._composable.fsdp.fully_shard": WHAT_IT_HAS,
+            "torch.distributed.pipelining": ("PipelineStage",),
+            "torch.distributed.pipelining.stage": ("PipelineStage",),
         },
-        # for a module of torch's FSDP2 it reduces gradients by itself; stages that are ours reduce with each micro-batch
+        # for a module of torch's FSDP2 it reduces gradients by itself; for ours our stage does
         keeps=("torch.distributed.pipelining",),
     ),
     "ddp": Door(

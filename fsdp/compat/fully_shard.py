@@ -33,3 +33,12 @@ register_fsdp_forward_method = takes_arguments_of(lambda: _register, "register_f
     _ours.register_fsdp_forward_method
 )
 share_comm_ctx = takes_arguments_of(lambda: _share, "share_comm_ctx")(_ours.share_comm_ctx)
+
+
+def __getattr__(name: str) -> Any:
+    """Import the stage of pipelines, which takes long, where its name is asked for."""
+    if name == "PipelineStage":
+        from fsdp.api.pipeline import PipelineStage
+
+        return PipelineStage
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

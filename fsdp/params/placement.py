@@ -36,7 +36,10 @@ from fsdp.params.param_info import ParamInfo
 from fsdp.shards.cut import Shape
 from fsdp.shards.dtensors import (
     STANDS_FOR,
+    SUMMED,
+    GradForm,
     Mesh,
+    form_of,
     full_with_grad,
     keep_hooks,
     let_scalers_agree,
@@ -169,10 +172,12 @@ class Placement:
         """The unsharded parameter whose part on this rank is `view`."""
         return view
 
-    def local_grad(self, gradient: Any) -> Tensor:
-        """This rank's part of an unsharded gradient. Communicates if the gradient lies on the ranks in another way."""
-        local: Tensor = gradient
-        return local
+    def local_grad(self, gradient: Any, form: GradForm | None = None) -> tuple[Tensor, GradForm]:
+        """This rank's part of an unsharded gradient, and its form, which may be given.
+
+        Communicates if the gradient has another form, except to make terms of it.
+        """
+        return gradient, SUMMED
 
     def as_shard(self, local: Tensor) -> Tensor:
         """`local`, this rank's part of a tensor that is cut like the parameter, as code sees it: a tensor like the shard."""
@@ -388,14 +393,18 @@ class DTensorPlacement(Placement):
         spec = self._unsharded_spec
         return self.local_part(full if spec is None else local_of_full(full, spec))
 
-    def local_grad(self, gradient: Any) -> Tensor:
+    def local_grad(self, gradient: Any, form: GradForm | None = None) -> tuple[Tensor, GradForm]:
         spec = self._unsharded_spec
         if spec is None:
             return super().local_grad(gradient)
-        if gradient.placements != spec.placements:
+        found = form_of(gradient, spec)
+        form = form or found or SUMMED
+        is_other = form is not found and form != found
+        if is_other:
             gradient = gradient.redistribute(placements=spec.placements)
         local: Tensor = gradient._local_tensor
-        return local.wait() if hasattr(local, "wait") else local
+        local = local.wait() if hasattr(local, "wait") else local
+        return local / form.num_terms if is_other and form is not SUMMED else local, form
 
     def as_shard(self, local: Tensor) -> Tensor:
         return make_dtensor(local, self._spec)

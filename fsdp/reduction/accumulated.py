@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fsdp.errors import ShardingError
+from fsdp.shards.dtensors import GradForm
 from fsdp.shards.refusals import refuse_unreduced
 from fsdp.shards.shard_tensor import ShardTensor, local_operators, make_shard, plain
 
@@ -73,10 +74,12 @@ def _refuse_data(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), k
 class AccumulatedGrad:
     """An unsharded gradient accumulated under `no_sync`, and the `.grad` of its sharded parameter at that time."""
 
-    __slots__ = ("_is_complete", "_kind", "_shard_grad", "_version", "owns_shard_grad", "unsharded")
+    __slots__ = ("_is_complete", "_kind", "_shard_grad", "_version", "form", "owns_shard_grad", "unsharded")
 
-    def __init__(self, unsharded: Tensor, param: nn.Parameter, part: Tensor, is_complete: bool) -> None:
+    def __init__(self, unsharded: Tensor, form: GradForm, param: nn.Parameter, part: Tensor, is_complete: bool) -> None:
         self.unsharded = unsharded
+        self.form = form
+        """Whether it is a term of a sum over the ranks of tensor parallelism, which is not taken yet."""
         self.owns_shard_grad = param.grad is None
         """True if `.grad` of the sharded parameter is this rank's part of the accumulated gradient, set here."""
         if param.grad is None:

@@ -6,7 +6,7 @@ Rule 1: the attributes of a bucket are written in its class alone. What may happ
 from collections.abc import Hashable, Sequence
 from itertools import chain, repeat
 from operator import and_, attrgetter, is_, is_not
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.use_outside_forward import RefuseShardGrad
 from fsdp.reduction.accumulated import AccumulatedGrad
 from fsdp.reduction.sparse import dense
+from fsdp.shards.dtensors import SUMMED, GradForm
 from fsdp.shards.shard_tensor import plain, quick_attributes
 
 _GRAD: Final = attrgetter("grad")
@@ -146,7 +147,7 @@ class Bucket:
         for i, unsharded in enumerate(self.flat.unsharded_params):
             if unsharded.grad is not None:
                 gradient, unsharded.grad = unsharded.grad, None
-                self._accumulate(i, self.flat.placements[i].local_grad(gradient))
+                self._accumulate(i, *self.flat.placements[i].local_grad(gradient, self._accumulated_form(i)))
 
     def drop_zeroed(self) -> None:
         """Drop accumulated gradients that the user has zeroed since."""
@@ -178,7 +179,10 @@ class Bucket:
             if not keeps:
                 param.grad = None
 
-    def _accumulate(self, i: int, gradient: Tensor) -> None:
+    def _accumulated_form(self, i: int) -> GradForm | None:
+        return self.accumulated[i].form if i in self.accumulated else None
+
+    def _accumulate(self, i: int, gradient: Tensor, form: GradForm) -> None:
         gradient = self._to_accumulate(i, gradient)
         accumulated = self.accumulated.get(i)
         if accumulated is not None:
@@ -189,10 +193,11 @@ class Bucket:
         param = self.flat.sharded_params[i]
         # `.data` has a count of changes of its own: what autograd accumulates is no change by the user
         local, home = self._local_part(i, gradient.data), self.flat.home
-        is_complete = self.flat.num_shards == 1 and local.dtype is param.dtype and not (local.is_sparse or home.copies)
+        is_complete = self.flat.num_shards == 1 and form is SUMMED and local.dtype is param.dtype
+        is_complete = is_complete and not (local.is_sparse or home.copies)
         local = home.bring(local.to(param.dtype, copy=not is_complete))
         part = self.flat.placements[i].as_shard(local)
-        self.accumulated[i] = AccumulatedGrad(gradient, param, part, is_complete)
+        self.accumulated[i] = AccumulatedGrad(gradient, form, param, part, is_complete)
         self._tracker.add("kept", size_of(gradient))
 
     def _drop_accumulated(self, i: int) -> AccumulatedGrad | None:
@@ -245,9 +250,7 @@ class Bucket:
                 # otherwise the reduced shard is converted or copied
                 self._alternative = buffer, parts
         gradients = [*map(_GRAD, flat.unsharded_params)]
-        for i in flat.tensor_parallel:
-            if (gradient := gradients[i]) is not None:
-                gradients[i] = flat.placements[i].local_grad(gradient)
+        terms = self._take_local(gradients, remainder, views) if flat.tensor_parallel else {}
         for unsharded in flat.unsharded_params:
             unsharded.grad = None
         if (
@@ -260,6 +263,8 @@ class Bucket:
             self.local_used, self.all_local_used = self.all_used, True
             full = flat.wire.parts_of_all(gradients)
             _copy_divided(self.buffer if buffer is None else buffer, parts, full, divisor)
+            for form, of_form in terms.items():
+                form.add_up(of_form)
             return
         flat.refuse_grads_of_other_dtype(gradients)
         used_before = self.local_used if remainder else [False] * len(views)
@@ -278,7 +283,25 @@ class Bucket:
                     view.add_(summand[number])
         if divisor != 1:
             (self.buffer if buffer is None else buffer).div_(divisor)
+        for form, of_form in terms.items():
+            form.add_up(of_form)
         self._set_used(used)
+
+    def _take_local(
+        self, gradients: list[Any], remainder: bool, views: Sequence[Sequence[Tensor]]
+    ) -> dict[GradForm, list[Tensor]]:
+        """Replace DTensors among the gradients by this rank's parts.
+
+        Returns those of the views in which terms will be that the ranks of tensor parallelism must add up, by their form.
+        """
+        terms: dict[GradForm, list[Tensor]] = {}
+        for i in self.flat.tensor_parallel:
+            form = None if remainder else self._accumulated_form(i)
+            if gradients[i] is not None:
+                gradients[i], form = self.flat.placements[i].local_grad(gradients[i], form)
+            if form is not None and form is not SUMMED:
+                terms.setdefault(form, []).extend(views[i])
+        return terms
 
     # the reduced shard --------------------------------------------------------------------
 

@@ -1,10 +1,11 @@
 """How a backward begins and ends: its kind, its final callback, and whether one is expected."""
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import Final
 
-from fsdp.autograd.frames import in_autograd_grad, in_backward, in_split_backward
+from fsdp.autograd.frames import GRAD, backward_caller, in_backward, in_split_backward
 from fsdp.comm.context import CommContext
 from fsdp.errors import PeerFailed, ShardingError
 from state_machine import BackwardEvent, Root
@@ -68,7 +69,8 @@ def kind_of_backward(synchronises: bool, may_be_split: bool) -> BackwardEvent:
     Raises:
         ShardingError: it is the first half of a backward that a pipeline schedule has split.
     """
-    only_grad = in_autograd_grad()
+    caller = backward_caller()
+    only_grad = caller is GRAD
     if only_grad and not may_be_split and in_split_backward():
         raise ShardingError(
             "a pipeline schedule that computes gradients of inputs and of weights apart (zero bubble: stage_backward_input) "
@@ -77,6 +79,12 @@ def kind_of_backward(synchronises: bool, may_be_split: bool) -> BackwardEvent:
         )
     if not synchronises:
         return BackwardEvent.NO_SYNC_BEGINS
+    if caller is not None and caller.co_name == "stage_backward":
+        warnings.warn(
+            "a stage of torch's pipelining reduces gradients with each micro-batch, and waits for the time-out if a rank of "
+            "another stage fails: make it a fsdp.PipelineStage, which reduces them once a step.",
+            stacklevel=2,
+        )
     return BackwardEvent.GRAD_ONLY_BEGINS if only_grad else BackwardEvent.SYNC_BEGINS
 
 

@@ -1,9 +1,10 @@
 """Torch's DTensors as shards, for code that looks at `placements`, `to_local()` and `full_tensor()`. See params/placement.py."""
 
+import math
 from collections.abc import Sequence
 from functools import cache, wraps
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,44 @@ def ranks_of_spec(spec: Any) -> list[int]:
     """The ranks on which a tensor lies as `spec`, torch's DTensorSpec, says."""
     ranks: list[int] = spec.mesh.mesh.flatten().tolist()
     return ranks
+
+
+class GradForm(NamedTuple):
+    """How the parts of a gradient lie on the ranks of a mesh: each may be a term of the sum that is the gradient."""
+
+    mesh: Any = None
+    """None: nothing is left to add up."""
+    placements: tuple[Any, ...] = ()
+    """Those of the gradient: torch's Partial for each dimension of the mesh whose ranks have terms."""
+
+    @property
+    def num_terms(self) -> int:
+        """Of how many ranks' terms the gradient is the sum."""
+        return math.prod(self.mesh.size(dim) for dim, one in enumerate(self.placements) if one.is_partial())
+
+    def add_up(self, terms: Sequence[Tensor]) -> None:
+        """Let each of `terms` be its sum over the ranks, in its dtype. One collective adds up all of them."""
+        from torch.distributed.tensor import Replicate
+
+        joined = torch.cat([term.reshape(-1) for term in terms])
+        placements = [one if one.is_partial() else Replicate() for one in self.placements]
+        sums = _dtensor_class().from_local(joined, self.mesh, placements, run_check=False).full_tensor()
+        parts = sums.split_with_sizes([term.numel() for term in terms])
+        torch._foreach_copy_(list(terms), [part.view_as(term) for part, term in zip(parts, terms, strict=True)])
+
+
+SUMMED: Final = GradForm()
+"""The form of a gradient of which nothing is left to add up."""
+
+
+def form_of(gradient: Any, spec: Any) -> GradForm | None:
+    """The form of a gradient of a parameter that lies as `spec`, torch's DTensorSpec, says; None if its parts are others."""
+    if gradient.placements == spec.placements:
+        return SUMMED
+    pairs = zip(gradient.placements, spec.placements, strict=True)
+    if all([mine == wanted or (mine.is_partial("sum") and wanted.is_replicate()) for mine, wanted in pairs]):
+        return GradForm(spec.mesh, gradient.placements)
+    return None
 
 
 def full_with_grad(unsharded: Any, is_averaged: bool) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import accelerator
 import common
+import dimensions
 import engines
 import host
 import instructions
@@ -60,6 +61,21 @@ def test_a_step_is_measured_for_every_contender_and_all_compute_the_same(tmp_pat
     assert [bar["limit"] for bar in report["bars"]] == [0.80, 0.70, 1.10, 1.00, 0.80, 1.05, 1.05]
     found = report_page({"step": report, "doors": report})
     assert "| step: ours / FSDP2 | 0.7 |" in found and "| ours, by FSDP2's names |" in found
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(180)
+def test_data_and_tensor_parallelism_are_measured_beside_fsdp2(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "dimensions.json"
+    monkeypatch.setattr(dimensions.shutil, "which", lambda name: None)  # valgrind takes a minute
+    run(dimensions, "--units", "2", "--width", "8", "--host-width", "8", "--repeats", "1", "--timeout", "120", "--out", str(out))
+    report: dict[str, Any] = result_file.read(out)
+    assert [case["settings"]["style"] for case in report["cases"]] == [*dimensions.STYLES]
+    for case in report["cases"]:
+        assert set(case["steps"]) == set(case["host_seconds"]) == set(dimensions.NAMES)
+        assert all(len(one["seconds_per_step"]) == 1 and len(one["losses"]) == 3 + 1 for one in case["steps"].values())
+        assert case["steps"]["ours"]["losses"] == pytest.approx(case["steps"]["fsdp2"]["losses"], rel=1e-5)
+    assert [bar["limit"] for bar in report["bars"]] == [dimensions.STEP_BAR, dimensions.ADDED_BAR] * 4
 
 
 @pytest.mark.gloo

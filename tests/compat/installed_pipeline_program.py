@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp
 import fsdp.compat
+from fsdp.reduction.in_flight import ReductionQueue
 from tests.support.processes import be_a_rank
 
 
@@ -27,6 +28,7 @@ def run(rank: int, size: int, folder: Path) -> Any:
     fully_shard(mine, mesh=mesh["dp"])
     assert isinstance(mine, fsdp.compat.fully_shard.FSDPModule)
     stage = pipelining.PipelineStage(mine, rank, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    launched = count_reductions()
     losses: list[torch.Tensor] = []
     for kind in (pipelining.ScheduleGPipe, pipelining.Schedule1F1B):
         mine.zero_grad()
@@ -38,7 +40,21 @@ def run(rank: int, size: int, folder: Path) -> Any:
     alone_losses = [nn.functional.mse_loss(alone(part), torch.zeros(2, 8)) for part in x.split(2)]
     (sum(alone_losses) / 2).backward()  # type: ignore[union-attr]
     expected = [parameter.grad for parameter in alone[rank].parameters()]
-    return {"found": (losses, grads), "expected": (alone_losses if rank else [], expected)}
+    # one unit with parameters, in two steps of two micro-batches
+    return {"found": (losses, grads, len(launched)), "expected": (alone_losses if rank else [], expected, 2)}
+
+
+def count_reductions() -> list[str]:
+    """A list that grows by one unit's name with each reduction."""
+    names: list[str] = []
+    launch = ReductionQueue.launch
+
+    def count(queue: ReductionQueue, buckets: Any, remainder: bool) -> bool:
+        names.append(buckets[0].name)
+        return launch(queue, buckets, remainder)
+
+    setattr(ReductionQueue, launch.__name__, count)
+    return names
 
 
 if __name__ == "__main__":

@@ -2,8 +2,14 @@
 
 from pathlib import Path
 
+import parallel
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
+import fsdp
 from tests.support.everything import EVERYTHING
 from tests.support.jobs import run_alone, run_job
 
@@ -27,3 +33,26 @@ def test_a_product_that_does_not_fit_the_processes_is_refused(tmp_path: Path) ->
     ended = run_alone(SCRIPT, "--tp", "3", cwd=tmp_path)
     assert ended.status == 2
     assert "dp * tp * pp * cp must be 1, the number of processes" in ended.errors
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_attention_in_a_ring_is_that_of_one_process(ranks: int) -> None:
+    def given() -> list[Tensor]:
+        generator = torch.Generator().manual_seed(ranks)
+        return [torch.randn(2, 3, 12, 4, generator=generator) for _ in range(4)]
+
+    def around(rank: int) -> list[Tensor]:
+        query, key, value, grad = (one.chunk(ranks, dim=2)[rank] for one in given())
+        inputs = [one.clone().requires_grad_() for one in (query, key, value)]
+        mixed: Tensor = parallel.RingAttention.apply(*inputs, dist.group.WORLD)
+        mixed.backward(grad)
+        return [mixed.detach(), *(one.grad for one in inputs if one.grad is not None)]
+
+    query, key, value, grad = given()
+    inputs = [one.requires_grad_() for one in (query, key, value)]
+    mixed = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    mixed.backward(grad)
+    wanted = [mixed.detach(), *(one.grad for one in inputs)]
+    found = zip(*fsdp.simulate(ranks, around), strict=True)
+    for parts, one in zip(found, wanted, strict=True):
+        torch.testing.assert_close(torch.cat(parts, dim=2), one, rtol=1e-6, atol=1e-6)
