@@ -411,6 +411,18 @@ def test_is_refused(rank: int, text: str) -> None:
         REFUSALS[text](sharded())
 
 
+@on_ranks(2)
+def test_a_parameter_that_is_not_contiguous_is_refused_on_every_rank(rank: int) -> None:
+    """As in FSDP2. An unsharded parameter would be contiguous, and convolutions would lose their memory format unnoticed."""
+    model = nn.Conv2d(4, 4, 3)
+    if rank:
+        model = model.to(memory_format=torch.channels_last)
+    with pytest.raises(
+        (NotImplementedError, fsdp.ShardingError), match="FSDP does not support non-contiguous parameters: one of shape"
+    ):
+        fully_shard(model)
+
+
 # the page ------------------------------------------------------------------------------
 
 
