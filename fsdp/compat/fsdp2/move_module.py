@@ -84,7 +84,7 @@ def follow_assignments() -> None:
 
 @torch.no_grad()
 def _take_over(module: nn.Module, name: str, given: Any) -> nn.Parameter | None:
-    """Let the parameter of a unit have the values of `given`, and memory if it has none; return the former.
+    """Let the parameter of a unit have the values and the gradient of `given`, and memory if it has none; return the former.
 
     Returns None where they are not cut alike, and `given` takes the place.
     """
@@ -97,6 +97,7 @@ def _take_over(module: nn.Module, name: str, given: Any) -> nn.Parameter | None:
     convert_params([current], lambda tensor: torch.empty_like(tensor, device=given.device) if tensor.is_meta else tensor)
     current.copy_(given)
     current.requires_grad_(given.requires_grad)
+    current.grad = given.grad
     return current
 
 
@@ -110,8 +111,8 @@ def _cut_of(parameter: Any) -> tuple[object, ...] | None:
 def make_room(module: nn.Module, state_dict: Mapping[str, Any], assigns: bool) -> None:
     """Give memory to parameters and saved buffers on the meta device that a state dict names, filled with NaN.
 
-    With `assigns` they, and those that have memory, also get the dtype of the given values. If some module loads from names that
-    are not its own, all of them get memory.
+    With `assigns` they, and those that have memory, also get the dtype of the given values, and have no gradient, like new ones.
+    If some module loads from names that are not its own, all of them get memory.
     """
     takes_all = loads_other_names(module)
     with_values = {name.rpartition(".")[0] for name in state_dict}
@@ -120,6 +121,8 @@ def make_room(module: nn.Module, state_dict: Mapping[str, Any], assigns: bool) -
         given: Any = state_dict.get(name)
         is_number = isinstance(given, Tensor) and given.is_floating_point() and tensor.is_floating_point()
         dtype: torch.dtype = given.dtype if assigns and is_number else tensor.dtype
+        if assigns and given is not None:
+            tensor.grad = None
         # a module may fill in a buffer that an older state dict lacks, as BatchNorm does
         is_named = given is not None or (not isinstance(tensor, nn.Parameter) and name.rpartition(".")[0] in with_values)
         if not (tensor.is_meta and (takes_all or is_named)) and dtype is tensor.dtype:
