@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from fsdp.building.copies import Copier
+from fsdp.building.conversions import Converter
+from fsdp.building.copies import ATTRIBUTES, Copier
 from fsdp.building.other_engines import accept_other_engines, refuse_other_engines
 from fsdp.comm.context import CommContext
 from fsdp.debug.delays import delayed
@@ -60,6 +61,8 @@ def attach(
         for module in unit.modules:
             module.__dict__[UnitRef.ATTRIBUTE] = ref
             module.__dict__[Copier.ATTRIBUTE] = copier
+            if unit.replaces_params:
+                module.__dict__[Converter.ATTRIBUTE] = Converter(module)
             refuse_other_engines(module)
     for unit in units[1:]:
         unit.module.__dict__.pop(ModuleTree.ATTRIBUTE, None)
@@ -98,5 +101,5 @@ def forget(ref: UnitRef) -> None:
     """Remove the attributes by which modules are a unit."""
     for module in ref.unit.modules:
         accept_other_engines(module)
-        for name in (UnitRef.ATTRIBUTE, ModuleTree.ATTRIBUTE, Copier.ATTRIBUTE):
+        for name in ATTRIBUTES:
             module.__dict__.pop(name, None)

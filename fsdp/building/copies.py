@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from fsdp.building.conversions import Converter
 from fsdp.building.dissolve import refuse_losses
 from fsdp.comm.context import CommContext
 from fsdp.errors import ShardingAssertion, ShardingError
@@ -128,14 +129,17 @@ def _without_memory(flat: FlatBuffer, number: int) -> Tensor:
     return torch.empty((), dtype=flat.shard.dtype, device=flat.device).expand(flat.layout.slots[number].shape)
 
 
+ATTRIBUTES: Final = (Copier.ATTRIBUTE, Converter.ATTRIBUTE, UnitRef.ATTRIBUTE, ModuleTree.ATTRIBUTE)
+"""The attributes by which a module is a unit."""
+
+
 @contextmanager
 def _laid_aside(engine: Engine) -> Iterator[None]:
     """Remove inside what a copy of a module must not have: the attributes by which it is a unit, and the copier."""
     aside: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in (module for unit in engine.units for module in unit.modules):
         attributes = module.__dict__
-        names = (Copier.ATTRIBUTE, UnitRef.ATTRIBUTE, ModuleTree.ATTRIBUTE)
-        aside.append((attributes, {name: attributes.pop(name) for name in names if name in attributes}))
+        aside.append((attributes, {name: attributes.pop(name) for name in ATTRIBUTES if name in attributes}))
     try:
         yield
     finally:

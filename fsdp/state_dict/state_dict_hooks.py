@@ -24,7 +24,7 @@ from fsdp.runtime.engine import Engine
 from fsdp.runtime.refuse_copy import RefuseCopy
 from fsdp.runtime.registry import refuse_borrowing, refuse_unless_resting
 from fsdp.shards.dtensors import local_of
-from fsdp.shards.shard_tensor import ShardTensor
+from fsdp.shards.shard_tensor import ShardTensor, plain
 from fsdp.state_dict.fqns import TRANSPARENT, check_names, check_values, entries, extra_states
 from fsdp.state_dict.param_ranges import ParamRange, gather_range
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
@@ -97,10 +97,15 @@ class StateHooks(RefuseCopy):
                 state_dict[name] = value if call is None else self._in_full(param_shard, value, call)
 
     def _put_dtensors(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Put DTensors that `copy.deepcopy` can copy in the places of those that torch made by `detach`."""
+        """Put DTensors that `copy.deepcopy` can copy in the places of those that torch made by `detach`.
+
+        Also in the places of unsharded parameters, which a module shows while its unit is in a forward or a backward.
+        """
         for slot, param_shard in self._slots[module].items():
             value = state_dict.get(prefix + slot)
             local = None if isinstance(value, nn.Parameter) else local_of(value)
+            if type(value) is Tensor and storage_key(value) in self._unit.keys:
+                local = plain(param_shard.parameter)
             if local is not None:
                 state_dict[prefix + slot] = param_shard.placement.as_shard(local)
 

@@ -15,6 +15,7 @@ from fsdp.compat.fsdp1.torch_names import (
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    MixedPrecision,
     StateDictSettings,
     StateDictType,
 )
@@ -22,6 +23,7 @@ from fsdp.compat.fsdp2 import residence
 from fsdp.compat.fsdp2.move_module import apply_to_tensors
 from fsdp.compat.shared.dtype_and_device import changes
 from fsdp.errors import ShardingError
+from fsdp.params.shown_params import owning_unit
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.state_dict.param_shard import ParamShard
 
@@ -36,6 +38,7 @@ class InstanceState(nn.Module):
     _device_mesh: Any
     _mesh: Any
     cpu_offload: CPUOffload
+    mixed_precision: MixedPrecision
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +61,20 @@ class InstanceState(nn.Module):
         ref = unit_ref_of(memo[id(self._unit_module)])
         if ref is not None:  # it has the whole engine: an inner instance gets it after the outermost one
             drop_state_hooks(ref.engine)
+            for one in copied.modules():
+                if isinstance(one, InstanceState):
+                    one.hook_low_precision_grads()
         return copied
+
+    def hook_low_precision_grads(self) -> None:
+        """With `keep_low_precision_grads`, let gradients get the dtype that computes, once they are reduced."""
+        ref = unit_ref_of(self._unit_module)
+        for parameter in ref.unit.sharded_params if ref is not None and self.mixed_precision.keep_low_precision_grads else ():
+            if parameter.is_floating_point() or parameter.is_complex():
+                trains = parameter.requires_grad
+                hooked: Any = parameter.requires_grad_(True)
+                hooked.register_post_accumulate_grad_hook(_keep_low_precision)
+                parameter.requires_grad_(trains)
 
     def set_started(self) -> None:
         """Remember that a forward has begun, before which the model was checked."""
@@ -166,3 +182,10 @@ class InstanceState(nn.Module):
     @property
     def _optim_state_dict_config(self) -> Any:
         return self._settings.optim_state_dict_config
+
+
+def _keep_low_precision(parameter: nn.Parameter) -> None:
+    """Give a gradient the dtype that its unit computes in, past the check of `.grad`, as FSDP1 does."""
+    unit: Any = owning_unit(parameter)
+    if parameter.grad is not None and (dtype := unit.config.mp_policy.param_dtype) is not None:
+        parameter.grad.data = parameter.grad.to(dtype)

@@ -100,6 +100,7 @@ def _write_back(unit: Unit) -> None:
                 )
             parameter.copy_(given)
             parameter.requires_grad_(given.requires_grad)
+            parameter.grad = given.grad
             setattr(module, slot, parameter)
             is_replaced(
                 given,

@@ -195,15 +195,9 @@ def wrap_children(module: nn.Module, policy: Any, instance: Any, arguments: dict
 
 
 def precision(instance: Any) -> MixedPrecisionPolicy:
-    """The engine's policy for the `mixed_precision` of an instance.
-
-    Raises:
-        ShardingError: `keep_low_precision_grads` is asked for.
-    """
+    """The engine's policy for the `mixed_precision` of an instance."""
     given = instance.mixed_precision
     refuse_unknown_fields(given, OF_FSDP1)
-    if given.keep_low_precision_grads:
-        raise ShardingError("keep_low_precision_grads=True: `.grad` always has the dtype of the parameters; leave it out.")
     return MixedPrecisionPolicy(
         given.param_dtype,
         given.reduce_dtype,
@@ -270,6 +264,8 @@ def shard(instance: Any, param_init_fn: Any, sync_module_states: bool) -> None:
         mesh = instance._device_mesh  # of an instance around this one parameters may be spread over the rest
     if is_tensor_parallel and instance.world_size == 1 and strategy is ShardingStrategy.NO_SHARD:
         strategy = ShardingStrategy.FULL_SHARD  # which cuts nothing over one rank, and knows DTensors
+    if instance.mixed_precision.keep_low_precision_grads and is_tensor_parallel:
+        raise ShardingError("keep_low_precision_grads=True: `.grad` of a DTensor has the dtype of the parameter; leave it out.")
     own = [p for p in module.parameters() if owning_unit(p) is None and p not in instance._ignored_params]
     keeps = strategy is ShardingStrategy._HYBRID_SHARD_ZERO2
     prefetches = instance.backward_prefetch is not None or instance.forward_prefetch
@@ -291,6 +287,7 @@ def shard(instance: Any, param_init_fn: Any, sync_module_states: bool) -> None:
     )
     refuse_other_engines(instance, type(module).__name__)
     drop_state_hooks(instance._unit_ref.engine)
+    instance.hook_low_precision_grads()
 
 
 def _serves(ref: UnitRef | None, instance: Any) -> bool:

@@ -110,8 +110,7 @@ def _gather_grads(flat: FlatBuffer, ref: UnitRef) -> Grads:
     anywhere = [any(flags) for flags in zip(*comm.gather_objects(here, "summon_full_params"), strict=True)]
     if not any(anywhere):
         return {}
-    dtype = next((p.grad.dtype for p in flat.sharded_params if p.grad is not None), flat.shard.dtype)
-    full = torch.zeros(flat.layout.numel, dtype=dtype, device=flat.device)
+    full = torch.zeros(flat.layout.numel, dtype=flat.shard.dtype, device=flat.device)
     mine = flat.local_chunk(full)
     for parameter, part in zip(flat.sharded_params, flat.parts, strict=True):
         if parameter.grad is not None and part.numel:

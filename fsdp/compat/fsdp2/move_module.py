@@ -1,15 +1,16 @@
 """Conversions of a wrapped module, or of a module inside one: `to_empty`, `to`, `float`; and values of what is put in place of a
 parameter. Parameters keep their objects."""
 
-import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from fsdp.building import conversions
+from fsdp.building.conversions import Conversion, Converter
 from fsdp.compat.fsdp2 import residence
 from fsdp.compat.shared.dtype_and_device import changed_flats, convert
 from fsdp.device.streams import default_device
@@ -17,26 +18,17 @@ from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import UnitRef, unit_ref_of
 from fsdp.shards.dtensors import local_of
-from fsdp.shards.shard_tensor import plain
 from fsdp.state_dict.fqns import entries
 from fsdp.state_dict.state_dict_hooks import loads_other_names
 
-Conversion = Callable[[Tensor], Tensor]
 
-
-@torch.no_grad()
 def apply_to_tensors(module: nn.Module, fn: Conversion, recurse: bool = True) -> nn.Module:
     """Give the tensors of `module`, and of all modules below it, the values that `fn` makes of them.
 
     Raises:
         ShardingError: `fn` changes the dtype or the device of shards, and they cannot be converted now.
     """
-    convert_params([*module.parameters(recurse)], fn)
-    for one in module.modules() if recurse else (module,):
-        for name, buffer in one._buffers.items():
-            if buffer is not None:
-                one._buffers[name] = fn(buffer)
-    return module
+    return conversions.apply_to_tensors(module, fn, recurse, convert_params)
 
 
 def convert_params(parameters: Collection[nn.Parameter], fn: Conversion) -> None:
@@ -57,9 +49,8 @@ def convert_params(parameters: Collection[nn.Parameter], fn: Conversion) -> None
             convert(engine, fn, [i for i, ids in here.items() if ids], frozenset().union(*here.values()))
             continue
         for parameter in _ref(module).unit.sharded_params:
-            local = plain(parameter)
-            if id(parameter) in chosen and (made := fn(local)).data_ptr() != local.data_ptr():
-                local.copy_(made)
+            if id(parameter) in chosen:
+                conversions.put_values(parameter, fn)
     for parameter in parameters:
         if owning_unit(parameter) is None:
             parameter.data = fn(parameter.data)
@@ -70,18 +61,10 @@ def _to_convert(unit: Unit, fn: Conversion, chosen: Collection[int]) -> set[int]
     return {id(p) for flat in changed_flats(unit, fn) for p in flat.sharded_params}.intersection(chosen)
 
 
-class InnerConversion:
-    """The `_apply` of a module that is inside a unit and no unit itself. Python looks for it on the object first."""
+class InnerConverter(Converter):
+    """The `_apply` of a module that is inside a unit and no unit itself."""
 
-    ATTRIBUTE: ClassVar = "_apply"
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def __call__(self, fn: Conversion, recurse: bool = True) -> nn.Module:
-        module = self._module()
-        assert module is not None, "the object of which this is an attribute"
-        return apply_to_tensors(module, fn, recurse)
+    convert = staticmethod(convert_params)
 
 
 def convert_inside(unit: Unit) -> None:
@@ -89,7 +72,7 @@ def convert_inside(unit: Unit) -> None:
     own = {id(module) for module in unit.modules}
     for module in {id(module): module for info in unit.param_infos for module, _ in info.slots}.values():
         if id(module) not in own:
-            module.__dict__[InnerConversion.ATTRIBUTE] = InnerConversion(module)
+            module.__dict__[Converter.ATTRIBUTE] = InnerConverter(module)
 
 
 @cache
@@ -101,7 +84,7 @@ def follow_assignments() -> None:
 
 @torch.no_grad()
 def _take_over(module: nn.Module, name: str, given: Any) -> nn.Parameter | None:
-    """Let the parameter of a unit have the values of `given`, and memory if it has none; return the former.
+    """Let the parameter of a unit have the values and the gradient of `given`, and memory if it has none; return the former.
 
     Returns None where they are not cut alike, and `given` takes the place.
     """
@@ -114,6 +97,7 @@ def _take_over(module: nn.Module, name: str, given: Any) -> nn.Parameter | None:
     convert_params([current], lambda tensor: torch.empty_like(tensor, device=given.device) if tensor.is_meta else tensor)
     current.copy_(given)
     current.requires_grad_(given.requires_grad)
+    current.grad = given.grad
     return current
 
 
@@ -127,8 +111,8 @@ def _cut_of(parameter: Any) -> tuple[object, ...] | None:
 def make_room(module: nn.Module, state_dict: Mapping[str, Any], assigns: bool) -> None:
     """Give memory to parameters and saved buffers on the meta device that a state dict names, filled with NaN.
 
-    With `assigns` they, and those that have memory, also get the dtype of the given values. If some module loads from names that
-    are not its own, all of them get memory.
+    With `assigns` they, and those that have memory, also get the dtype of the given values, and have no gradient, like new ones.
+    If some module loads from names that are not its own, all of them get memory.
     """
     takes_all = loads_other_names(module)
     with_values = {name.rpartition(".")[0] for name in state_dict}
@@ -137,6 +121,8 @@ def make_room(module: nn.Module, state_dict: Mapping[str, Any], assigns: bool) -
         given: Any = state_dict.get(name)
         is_number = isinstance(given, Tensor) and given.is_floating_point() and tensor.is_floating_point()
         dtype: torch.dtype = given.dtype if assigns and is_number else tensor.dtype
+        if assigns and given is not None:
+            tensor.grad = None
         # a module may fill in a buffer that an older state dict lacks, as BatchNorm does
         is_named = given is not None or (not isinstance(tensor, nn.Parameter) and name.rpartition(".")[0] in with_values)
         if not (tensor.is_meta and (takes_all or is_named)) and dtype is tensor.dtype:

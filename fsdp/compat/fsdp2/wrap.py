@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from fsdp.compat.fsdp2.move_module import convert_inside, follow_assignments
 from fsdp.errors import ShardingAssertion, ShardingError
 from fsdp.newer_peers import refuse_unknown_fields
 from fsdp.runtime.registry import unit_ref_of
+from fsdp.shards.shard_tensor import plain
 
 
 def fully_shard(
@@ -60,7 +62,7 @@ def fully_shard(
             ignored_params=ignored_params,
             param_init_fn=stay_on_meta,
             dtensors=True,
-            shard_placement_fn=shard_placement_fn,
+            shard_placement_fn=partial(_placement_of, shard_placement_fn),
             offload_policy=offload_policy if offloads else None,
         )
     except ShardingError as refusal:
@@ -73,6 +75,23 @@ def fully_shard(
     for one in modules:
         become_fsdp_module(one)
     return module
+
+
+def _placement_of(chosen: Any, parameter: nn.Parameter) -> object:
+    """Where a parameter is cut, as the `shard_placement_fn` that was `chosen` says.
+
+    Raises:
+        ShardingError: that is no function.
+        NotImplementedError: the parameter is not contiguous. Every rank refuses it.
+    """
+    if not (chosen is None or callable(chosen)):
+        raise ShardingError(f"shard_placement_fn must be a function of a parameter, not {chosen!r}.")
+    if not plain(parameter).is_contiguous():
+        raise NotImplementedError(
+            f"FSDP does not support non-contiguous parameters: one of shape {tuple(parameter.shape)} has strides "
+            f"{parameter.stride()}, as channels_last gives. Make it contiguous before wrapping (`p.data = p.data.contiguous()`)."
+        )
+    return None if chosen is None else chosen(parameter)
 
 
 def _say_as_torch(modules: Sequence[nn.Module], refusal: ShardingError) -> None:

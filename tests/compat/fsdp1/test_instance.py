@@ -1,5 +1,6 @@
 """What an instance does after its constructor: other dtypes, full precision in evaluation, gathers ahead, the flat view."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -49,6 +50,33 @@ def test_one_instance_of_a_model_may_be_converted_and_a_model_around_instances(r
     assert {dtype for name, dtype in dtypes.items() if "blocks.1" not in name} == {torch.float32}
     around = nn.Sequential(FSDP(nn.Linear(3, 3)), nn.Linear(3, 3)).double()
     around(batch(0, rank).double()).sum().backward()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks(2)
+def test_low_precision_gradients_are_kept_and_added_to(rank: int, strategy: str) -> None:
+    """Those of a copy too, those of a parameter that is thawed later, and those that summon_full_params shows."""
+
+    def trained(keeps: bool) -> FSDP:
+        net = Net()
+        net.first.weight.requires_grad = False
+        policy = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=keeps)
+        model = FSDP(net, sharding_strategy=ShardingStrategy[strategy], mixed_precision=policy, use_orig_params=True)
+        model = copy.deepcopy(model)
+        model.first.weight.requires_grad = True
+        model(batch(0, rank)).float().square().mean().backward()
+        return model
+
+    kept, plain = trained(keeps=True), trained(keeps=False)
+    grads = [p.grad for p in kept.parameters() if p.grad is not None]
+    assert grads and all(grad.dtype is torch.bfloat16 for grad in grads)
+    torch.testing.assert_close([grad.float() for grad in grads], [p.grad for p in plain.parameters() if p.grad is not None])
+    for model in (kept, plain):
+        with FSDP.summon_full_params(model, with_grads=True):
+            assert all(p.grad is not None for p in model.parameters())
+        model(batch(0, rank)).float().square().mean().backward()
+    torch.testing.assert_close(kept.clip_grad_norm_(1.0).float(), plain.clip_grad_norm_(1.0), rtol=0.01, atol=0.0)
+    torch.optim.SGD(kept.parameters(), lr=0.1).step()
 
 
 def test_evaluations_leave_mixed_precision_out_if_the_variable_of_fsdp1_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,8 +183,6 @@ def test_warnings_and_errors_have_the_words_that_users_of_fsdp1_match() -> None:
             model.blocks[0].register_comm_hook(None, print)
         with pytest.raises(ValueError, match=r"modules to not already have FSDP applied but found blocks.0 in Net"):
             FSDP(model.module, auto_wrap_policy=ModuleWrapPolicy({Block}))
-        with pytest.raises(fsdp.ShardingError, match="keep_low_precision_grads=True"):
-            wrapped(mixed_precision=MixedPrecision(keep_low_precision_grads=True))
 
     simulate(2, fn)
     with pytest.warns(

@@ -40,12 +40,16 @@ def test_a_parameter_that_replaces_one_gives_it_its_values(use: Callable[[Any], 
         model = wrapped()
         before = [*model.parameters()]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for weight in (model.module[0].weight, model.module[1].module.weight):
+            weight.grad = torch.full_like(weight, 1000.0)
         model.module[0].weight = nn.Parameter(torch.full_like(model.module[0].weight, 2.0))
         model.module[1].module.weight = nn.Parameter(torch.full_like(model.module[1].module.weight, 3.0))
         use(model)
         assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
         loss: Tensor = model(torch.ones(2, 4)).sum()
         loss.backward()
+        # a gradient from before was that of the parameter which was replaced
+        assert all(bool((p.grad < 100).all()) for p in model.parameters() if p.grad is not None)
         optimizer.step()
         full = model.state_dict()
         assert not bool((full["0.weight"] == 2).any()) and not bool((full["1.weight"] == 3).any())

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fsdp
 from fsdp.comm.simulated import simulate
 from fsdp.compat import torch_fsdp
 from fsdp.compat.torch_fsdp import (
@@ -300,7 +299,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no module": ({"ignored_modules": [3]}, ValueError, r"elements but got types \[<class 'int'>\]"),
     "no state": ({"ignored_states": [3]}, ValueError, "ignored_states expects all nn.Parameter or all nn.Module list"),
     "no function": ({"param_init_fn": 3}, ValueError, "Expected param_init_fn to be callable, not 3"),
-    "kept gradients": ({"mixed_precision": MixedPrecision(keep_low_precision_grads=True)}, fsdp.ShardingError, "leave it out"),
     "a hybrid by hand": (
         {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "auto_wrap_policy": None},
         ValueError,

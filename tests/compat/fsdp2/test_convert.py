@@ -1,5 +1,6 @@
 """Modules inside a unit get memory or another dtype by themselves; `load_state_dict` gives memory to what it names."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,6 +56,27 @@ def test_a_dtensor_that_is_put_in_place_of_a_parameter_gives_it_its_values(devic
             model(torch.ones(2, 4))
 
     fsdp.simulate(2, program)
+
+
+@pytest.mark.parametrize("part", [lambda model: model, lambda model: model[0]], ids=["model", "layer"])
+@on_ranks(2)
+def test_what_is_put_in_place_of_a_parameter_brings_its_own_gradient(rank: int, part: Callable[[Any], Any]) -> None:
+    """A new parameter has none, so what the one before had is not added to the gradient of the next backward."""
+    model = made("cpu")
+
+    def backward() -> list[Any]:
+        model(torch.ones(2, 4) * torch.tensor([[1.0], [2.0]])).square().sum().backward()
+        return [parameter.grad.full_tensor() for parameter in part(model).parameters()]
+
+    first = backward()
+    state = {name: value.clone() for name, value in part(model).state_dict().items()}
+    part(model).load_state_dict(state, assign=True)
+    assert all(parameter.grad is None for parameter in part(model).parameters())
+    torch.testing.assert_close(backward(), first)
+    bias = nn.Parameter(model[0].bias.detach())
+    bias.grad = torch.ones_like(bias)
+    model[0].bias = bias
+    assert model[0].bias.grad.full_tensor().tolist() == [1.0] * 4
 
 
 def test_one_that_is_put_in_place_of_a_parameter_without_memory_gives_it_memory() -> None:

@@ -411,6 +411,32 @@ def test_is_refused(rank: int, text: str) -> None:
         REFUSALS[text](sharded())
 
 
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_full_backward_hook"])
+@on_ranks(2)
+def test_a_state_dict_inside_a_forward_or_a_backward_has_the_shards(rank: int, hook: str) -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), fully_shard(nn.Sequential(nn.Linear(4, 4)))))
+    found: list[dict[str, Any]] = []
+    getattr(model[1][0], hook)(lambda *_: found.append(model.state_dict()))
+    model(torch.ones(2, 4)).sum().backward()
+    (during,), after = found, model.state_dict()
+    assert [*during] == [*after]
+    for name, value in after.items():
+        assert during[name].placements == value.placements and during[name].shape == value.shape
+        torch.testing.assert_close(during[name].to_local(), value.to_local())
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_not_contiguous_is_refused_on_every_rank(rank: int) -> None:
+    """As in FSDP2. An unsharded parameter would be contiguous, and convolutions would lose their memory format unnoticed."""
+    model = nn.Conv2d(4, 4, 3)
+    if rank:
+        model = model.to(memory_format=torch.channels_last)
+    with pytest.raises(
+        (NotImplementedError, fsdp.ShardingError), match="FSDP does not support non-contiguous parameters: one of shape"
+    ):
+        fully_shard(model)
+
+
 # the page ------------------------------------------------------------------------------
 
 
