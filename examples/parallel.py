@@ -223,8 +223,6 @@ def parallelise(stage: nn.Sequential, mesh: DeviceMesh, args: argparse.Namespace
                 styles |= {"feed_forward.gate": ColwiseParallel(), "feed_forward.up": ColwiseParallel()}
                 styles |= {"feed_forward.down": RowwiseParallel()}
             parallelize_module(block, mesh["tp"], styles)
-        if args.cp > 1:
-            block.attention.group = mesh.get_group("cp")
         if args.ep > 1:
             experts: Any = block.feed_forward.experts
             experts.group = mesh.get_group("ep")
@@ -233,6 +231,8 @@ def parallelise(stage: nn.Sequential, mesh: DeviceMesh, args: argparse.Namespace
                 setattr(experts, name, nn.Parameter(spread))
             fsdp.fully_shard(experts, mesh=of_experts, sharding_strategy=strategy(args))
     fsdp.fully_shard(stage, mesh=data, auto_wrap_policy={Block}, sharding_strategy=strategy(args))
+    for block in (layer for layer in stage if isinstance(layer, Block) and args.cp > 1):
+        block.attention.group = mesh.get_group("cp")  # after wrapping: ranks that wait here are told of one that fails
 
 
 def strategy(args: argparse.Namespace) -> str:

@@ -6,6 +6,7 @@ python -m tools.soak paths --seed 1234                   programs of ranks that 
 python -m tools.soak paths-gloo --seed 1234              the same on three processes over gloo
 python -m tools.soak uneven --seed 1234                  the programs of random trees, of which each rank takes its own calls
 python -m tools.soak acts --seed 1234                    moves of training and acts of a user between them, at every moment
+python -m tools.soak dimensions --programs 200           plans of tensor and of expert parallelism, one of each for a seed
 python -m tools.soak accelerator --seed 1234             programs on the pretend accelerator, with the bits of the host
 python -m tools.soak faults --seed 7 --first 1234        begins with fault 1234 of that run
 python -m tools.soak RANK FOLDER SECONDS SEED FIRST      is one of the four processes of faults
@@ -185,6 +186,20 @@ def acts(seconds: float, count: int, seed: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     batches(seconds, count, seed, batch_of_acts)
+
+
+def dimensions(seconds: float, count: int, seed: int) -> None:
+    """Random plans of tensor parallelism, and of experts, against one process."""
+    from tests.building import test_experts, test_random_dimensions
+
+    torch.set_num_threads(1)
+
+    def play(number: int) -> int:
+        test_random_dimensions.check(number)
+        test_experts.check_seed(number)
+        return 2
+
+    batches(seconds, count, seed, play)
 
 
 def programs(seconds: float, count: int, seed: int, check: Callable[..., None], uneven: bool = False) -> None:
@@ -371,7 +386,7 @@ def main() -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("both", "faults", "programs", "paths", "paths-gloo", "uneven", "acts", "accelerator"),
+        choices=("both", "faults", "programs", "paths", "paths-gloo", "uneven", "acts", "dimensions", "accelerator"),
         default="both",
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="go on for so long")
@@ -387,6 +402,9 @@ def main() -> None:
         return
     if asked.what == "acts":
         acts(asked.seconds, asked.programs, asked.seed)
+        return
+    if asked.what == "dimensions":
+        dimensions(asked.seconds, asked.programs, asked.seed)
         return
     if asked.what == "accelerator":
         on_accelerator(asked.seconds, asked.programs, asked.seed)

@@ -52,12 +52,18 @@ def is_part(mesh: Any) -> bool:
 
 
 def groups_around(mesh: Any, tensors: Iterable[Any]) -> list[ProcessGroup]:
-    """The groups over which some of `tensors` are spread, without those of `mesh`. Does not communicate."""
+    """The groups over which some of `tensors` are spread, without those of `mesh`. Does not communicate.
+
+    If `mesh` is made of several dimensions of another one, such as data and context parallelism, so are the groups of these.
+    """
     if not isinstance(mesh, DeviceMesh):
         return []
+    root, ranks = mesh._get_root_mesh(), {*ranks_of(mesh)}
+    of_root = [root.get_group(dim) for dim in range(root.ndim) if 1 < root.size(dim) < mesh.size()]
+    inside = [group for group in of_root if ranks.issuperset(c10d.get_process_group_ranks(group))]
     meshes = dict.fromkeys(own for one in tensors if (own := getattr(one, "device_mesh", None)) is not None)
     mine = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    found = dict.fromkeys(own.get_group(dim) for own in meshes for dim in range(own.ndim))
+    found = dict.fromkeys([*(own.get_group(dim) for own in meshes for dim in range(own.ndim)), *inside])
     return [group for group in found if group not in mine]
 
 

@@ -1,5 +1,6 @@
 """Units that some ranks of their root share: experts, each on a part of the ranks, with a mesh of its own."""
 
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -140,12 +141,13 @@ def train(model: nn.Module, data: Callable[[int], list[Tensor]], clip: Callable[
 
 @pytest.fixture(scope="module")
 def one_process() -> Callable[[int, int], dict[str, Any]]:
-    def run(ranks: int, usable: int) -> dict[str, Any]:
-        model = make(usable)
-        clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05)  # noqa: E731
-        return train(model, lambda step: [batch(step, rank) for rank in range(ranks)], clip)
+    return train_alone
 
-    return run
+
+def train_alone(ranks: int, usable: int) -> dict[str, Any]:
+    model = make(usable)
+    clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05)  # noqa: E731
+    return train(model, lambda step: [batch(step, rank) for rank in range(ranks)], clip)
 
 
 def close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -158,11 +160,24 @@ def close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
             assert float((found[kind][name] - tensor).abs().max()) <= most * float(tensor.abs().max() or 1), (kind, name)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@pytest.mark.parametrize(("shape", "usable"), [((2, 2), 4), ((2, 2), 2), ((1, 2), 4), ((2, 1), 4), ((1, 4), 3), ((3, 2), 4)])
-def test_experts_on_a_part_of_the_ranks_equal_one_process(
-    strategy: str, shape: tuple[int, int], usable: int, one_process: Callable[[int, int], dict[str, Any]]
-) -> None:
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER"]
+MESHES = [((2, 2), 4), ((2, 2), 2), ((1, 2), 4), ((2, 1), 4), ((1, 4), 3), ((3, 2), 4)]
+"""Shapes (edp, ep), and to how many experts tokens are sent."""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+@pytest.mark.parametrize(("shape", "usable"), MESHES)
+def test_experts_on_a_part_of_the_ranks_equal_one_process(strategy: str, shape: tuple[int, int], usable: int) -> None:
+    check(strategy, shape, usable, seed=usable)
+
+
+def check_seed(seed: int) -> None:
+    """The same with what a seed chooses, and in its order of ranks."""
+    chosen = random.Random(seed)
+    check(chosen.choice(STRATEGIES), *chosen.choice(MESHES), seed=seed)
+
+
+def check(strategy: str, shape: tuple[int, int], usable: int, seed: int) -> None:
     def program(rank: int) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("edp", "ep"))
         model = make(usable)
@@ -171,11 +186,11 @@ def test_experts_on_a_part_of_the_ranks_equal_one_process(
         return train(model, lambda step: [batch(step, rank)], lambda: fsdp.clip_grad_norm_(model, 0.05))
 
     ranks = shape[0] * shape[1]
-    for found in fsdp.simulate(ranks, program, seed=usable):
-        close(found, one_process(ranks, usable))
+    for found in fsdp.simulate(ranks, program, seed=seed):
+        close(found, train_alone(ranks, usable))
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("options", ["policy", "policy without a mesh of the root", "placements"])
 @pytest.mark.parametrize(("shape", "usable"), [((2, 2), 2), ((1, 2), 4), ((3, 2), 4)])
 def test_experts_by_options_equal_one_process(

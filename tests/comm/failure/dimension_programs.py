@@ -232,6 +232,24 @@ def apart() -> tuple[Told, float, Told]:
     return heard[0][0], heard[0][1], heard[1][0]
 
 
+def context_fails(culprit: int) -> tuple[Told, float]:
+    """Data and context parallelism: ranks of a sequence wait for each other in each block, where one fails in the second step."""
+    mesh = make_mesh()
+    model = plain()
+    fsdp.fully_shard(model, mesh=mesh["dp", "tp"]._flatten("data"), auto_wrap_policy={nn.Sequential})
+    for block in model:
+        # inside a unit, which all have gathered; after wrapping, so that it is the group over which failures are passed on
+        block[1].register_forward_pre_hook(lambda *_: dist.all_reduce(torch.ones(1), group=mesh.get_group("tp")))
+    for step in range(3):
+        if step == 1 and dist.get_rank() == culprit:
+            model[1][1].register_forward_pre_hook(fail, prepend=True)
+        try:
+            model(batch(step, dist.get_rank())).square().mean().backward()
+        except (Mine, fsdp.WorldError) as error:
+            return told(error), seconds()
+    raise AssertionError("nobody was told")
+
+
 def stage_fails(place: str, failing: int, micro_batch: int, how: Callable[..., Any] = fail) -> tuple[Told, float]:
     """A pipeline of two stages, each sharded over two ranks. One rank fails in a micro-batch of the second step."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
@@ -381,6 +399,7 @@ PROGRAMS: Final[dict[str, Callable[[], Any]]] = {
     "all fail": lambda: retried("a forward", None),
     "agreed": lambda: retried("a backward", 3, agree=True),
     "killed beside": ended_beside,
+    **{f"context {culprit}": lambda culprit=culprit: context_fails(culprit) for culprit in (0, 3)},
     "apart": apart,
     **{f"stage {stage}": lambda stage=stage: stage_fails(*stage) for stage in STAGES},
     **{f"stage {stage} again": lambda stage=stage: stage_retried(*stage) for stage in (*STAGES, ("", None, 0))},

@@ -153,6 +153,16 @@ def test_a_rank_of_a_pipeline_that_fails_is_named_on_all_stages(tmp_path: Path) 
 
 
 @pytest.mark.gloo
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_a_rank_of_context_parallelism_that_fails_is_named_where_others_wait_for_it(culprit: int, tmp_path: Path) -> None:
+    """Their group is a part of the data dimension, over which no parameter is a DTensor."""
+    for rank, one in enumerate(run(tmp_path, f"context {culprit}")):
+        told, seconds = one[f"context {culprit}"]
+        assert (told.kind, told.rank) == (("Mine", None) if rank == culprit else ("PeerFailed", culprit))
+        assert seconds < 5
+
+
+@pytest.mark.gloo
 def test_a_step_of_a_pipeline_that_failed_is_done_again_if_no_stage_has_completed_it(tmp_path: Path) -> None:
     names = [f"stage {stage} again" for stage in (*STAGES, ("", None, 0))]
     found = run(tmp_path, *names)
