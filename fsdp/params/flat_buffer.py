@@ -225,7 +225,7 @@ class FlatBuffer:
     @property
     def is_replaced(self) -> bool:
         """Whether a sharded parameter lies, or has lain at the last gather, in memory where the user put it (`p.data = x`)."""
-        return self.is_elsewhere or not self._are_at_home()
+        return self.shard is not self._own_shard or not self._are_at_home()
 
     @property
     def is_elsewhere(self) -> bool:

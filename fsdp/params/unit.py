@@ -311,6 +311,8 @@ class Unit:
             if (read_inside and is_shown) or ((read_inside or is_shown) and self._observer.unshard_for_backward()):
                 self._read_by_recompute = True
                 return unsharded
+        if parameter is unsharded:  # a hook in a backward inside the forward may have changed what the modules show
+            self.write_back_inplace()
         copy = self._gather_param(index, unsharded.dtype)
         if not copy.is_inference():
             self._read_copies.check(self.name)

@@ -5,7 +5,7 @@ Rule 1: the attributes of a bucket are written in its class alone. What may happ
 
 from collections.abc import Hashable, Sequence
 from itertools import chain, repeat
-from operator import and_, attrgetter, is_, is_not
+from operator import and_, attrgetter, ge, is_, is_not, or_
 from typing import Any, Final
 
 import torch
@@ -32,6 +32,7 @@ class Bucket:
 
     __slots__ = (
         "_alternative",
+        "_flags_at_begin",
         "_grad_dtype",
         "_parts",
         "_tracker",
@@ -93,11 +94,18 @@ class Bucket:
         """For each parameter, whether it had a gradient on this rank in this backward."""
         self.all_local_used = True
         """True if every trainable parameter had a gradient on this rank in this backward."""
+        self._flags_at_begin = flat.requires_grad_flags
+        """`requires_grad` of each parameter when this backward began."""
 
     @property
     def is_trained(self) -> bool:
         """Whether there is anything to reduce: some parameter is trainable, or was when gradients were accumulated."""
         return self.expects_accumulated or any(self.flat.requires_grad_flags)
+
+    def begin(self) -> bool:
+        """A backward begins. Return whether there is anything to reduce."""
+        self._flags_at_begin = self.flat.requires_grad_flags
+        return self.is_trained
 
     @property
     def dtype(self) -> torch.dtype:
@@ -227,8 +235,8 @@ class Bucket:
     def _set_used(self, used: list[bool]) -> None:
         self.local_used = used
         requires_grad_flags = self.flat.requires_grad_flags
-        # another rank may have accumulated a gradient of a parameter that is frozen now
-        known = not self.expects_accumulated or all(requires_grad_flags)
+        # another rank may have accumulated a gradient of a parameter that is frozen now, or got one before it was frozen
+        known = requires_grad_flags == self._flags_at_begin and (not self.expects_accumulated or all(requires_grad_flags))
         self.all_local_used = known and all(
             [has_grad or not trainable for has_grad, trainable in zip(used, requires_grad_flags, strict=True)]
         )
@@ -354,7 +362,7 @@ class Bucket:
         flat = self.flat
         gradients = self._shard_grads(reduced)
         targets, summands = [], []
-        takes = used if self.expects_accumulated else [*map(and_, used, flat.current_flags())]
+        takes = used if self.expects_accumulated else [*map(and_, used, self._may_have_grads())]
         with quick_attributes():
             for i, gradient in zip(flat.local_params, gradients, strict=True):
                 if not takes[i]:
@@ -386,6 +394,15 @@ class Bucket:
         self.expects_accumulated = False
         # in one order on all ranks, because a hook may call a collective
         return [flat.sharded_params[i] for i in sorted(hooked)]
+
+    def _may_have_grads(self) -> Sequence[bool]:
+        """For each parameter, whether it may have a gradient of this backward.
+
+        Not one that was frozen all the time, or whose shard alone was frozen: in plain torch no gradient is added to that.
+        """
+        now = self.flat.requires_grad_flags
+        kept = map(ge, self.flat.current_flags(), now)
+        return [*map(and_, kept, now if now is self._flags_at_begin else map(or_, now, self._flags_at_begin))]
 
     # what a sparse bucket does in another way ---------------------------------------------
 

@@ -177,7 +177,7 @@ class Reducer:
         self._settled = self._owes_grad_hooks = False
         self._hooked: list[tuple[int, nn.Parameter]] = []
         # a rank that left a unit out may not know what was accumulated: ranks that go different ways ask about every bucket
-        self._trained = tuple(self._meeting is not None or bucket.is_trained for bucket in self.buckets)
+        self._trained = tuple([bucket.begin() or self._meeting is not None for bucket in self.buckets])
         if self._order.begin(self._trained):
             self._make_groups()
         self._queue.begin()

@@ -135,6 +135,22 @@ FOUND: dict[str, tuple[Program, str, int]] = {
         "FULL_SHARD",
         3,
     ),
+    "a hook of a backward inside a forward changes what the modules show": (
+        (
+            *(Arm("in a pre-hook", "a complete forward and backward"), Arm("in a tensor hook", "change a weight in place")),
+            *(Forward(9), Backward(9)),
+        ),
+        "FULL_SHARD",
+        2,
+    ),
+    "the model is frozen in a recompute, after a gradient of the root has arrived, and called": (
+        (
+            *(Arm("in a recompute", "freeze the model"), Arm("in a recompute", "a forward whose output is dropped")),
+            *(Forward(9), Backward(9)),
+        ),
+        "FULL_SHARD",
+        2,
+    ),
     "a model in which a module was replaced is copied": (
         (Do("replace a module inside a unit"), Do("deepcopy the model, and evaluate the copy")),
         "FULL_SHARD",
