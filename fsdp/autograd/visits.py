@@ -28,6 +28,7 @@ backward.
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, ClassVar, Final
 
@@ -293,7 +294,7 @@ class Visit:
 
     def is_ready(self) -> bool:
         """Whether autograd has left every call that this backward enters."""
-        return not self._open_calls and all([path.is_over(self.backward) for path in self.living_paths()])
+        return not self._open_calls and all(map(BackwardPath.is_over, self.living_paths(), repeat(self.backward)))
 
     def is_ready_after_checkpoint(self) -> bool:
         """Whether the unit is ready at the end of the graph task of a reentrant checkpoint, which ends all calls in it."""

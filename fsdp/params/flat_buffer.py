@@ -133,8 +133,8 @@ class FlatBuffer:
         self._with_memory = [self._local_unsharded[i] for i in self._nonempty]
         starts = (slot.start for slot in self.layout.slots if slot.numel)
         self._byte_offsets = [start * self.unsharded.element_size() for start in starts]
-        self._pointers: tuple[int, list[int]] = (-1, [])
-        """The address of the unsharded memory when it was looked at last, and of each parameter in it."""
+        self._pointers: dict[int, list[int]] = {}
+        """For each address that the unsharded memory has had lately, the addresses of the parameters."""
         self._inplace_updates = self.count_inplace_updates()
         """The counts when in-place updates were last written back or ignored."""
 
@@ -432,9 +432,9 @@ class FlatBuffer:
         if self.is_shared:
             addresses = self._addresses()
             return [addresses[i] for i in self._nonempty]
-        if (base := self.unsharded.data_ptr()) != self._pointers[0]:  # otherwise the allocator has given the same memory again
-            self._pointers = base, [*map(base.__add__, self._byte_offsets)]
-        return self._pointers[1]
+        if (base := self.unsharded.data_ptr()) not in self._pointers:  # allocators give few addresses, again and again
+            self._pointers = {**dict([*self._pointers.items()][-7:]), base: [*map(base.__add__, self._byte_offsets)]}
+        return self._pointers[base]
 
     def _write_back(self, i: int, unit: str, saved: SavedShards | None) -> None:
         """Copy this rank's part of unsharded parameter `i` to the shard."""

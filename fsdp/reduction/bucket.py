@@ -400,9 +400,10 @@ class Bucket:
 
         Not one that was frozen all the time, or whose shard alone was frozen: in plain torch no gradient is added to that.
         """
-        now = self.flat.requires_grad_flags
-        kept = map(ge, self.flat.current_flags(), now)
-        return [*map(and_, kept, now if now is self._flags_at_begin else map(or_, now, self._flags_at_begin))]
+        now, shards = self.flat.requires_grad_flags, self.flat.current_flags()
+        if shards is now is self._flags_at_begin:
+            return now
+        return [*map(and_, map(ge, shards, now), map(or_, now, self._flags_at_begin))]
 
     # what a sparse bucket does in another way ---------------------------------------------
 

@@ -5,6 +5,7 @@ Rule 2: what is in flight is held here until it was waited for, whatever fails.
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from fsdp.reduction.comm_hook import CommHook, GradBucket
 from fsdp.reduction.sparse import SparseTotal
 from fsdp.reduction.sparse_bucket import SparseBucket
 
+_SHARD_NUMEL: Final = attrgetter("flat.layout.shard_numel")
 _LARGE: Final = 2**16
 """Elements of a chunk from which on dividing it reads from memory, and not from a cache."""
 
@@ -114,7 +116,7 @@ class ReductionQueue:
         return False
 
     def _launch_sharded(self, buckets: Sequence[Bucket], lane: int, remainder: bool) -> None:
-        name, size = buckets[0].name, sum([bucket.flat.layout.shard_numel for bucket in buckets])
+        name, size = buckets[0].name, sum(map(_SHARD_NUMEL, buckets))
         predivisor, divisor = self._divisors(buckets[0], size)
         comm = buckets[0].flat.comms.lane(lane).shard
         joined = None
@@ -142,7 +144,7 @@ class ReductionQueue:
 
     def _launch_replicated(self, buckets: Sequence[Bucket], lane: int, remainder: bool) -> None:
         """Launch where the chunk is the whole bucket: the buffer that is filled is the output, and becomes `.grad`."""
-        name, size = buckets[0].name, sum([bucket.flat.layout.shard_numel for bucket in buckets])
+        name, size = buckets[0].name, sum(map(_SHARD_NUMEL, buckets))
         predivisor, divisor = self._divisors(buckets[0], size)
         if self._copied_output is not None:
             self._streams.await_reductions()

@@ -350,7 +350,7 @@ class Reducer:
         return actions
 
     def _launch(self, group: Sequence[int], remainder: bool = False) -> None:
-        buckets = [self.buckets[number] for number in group]
+        buckets = [*map(self.buckets.__getitem__, group)]
         if self.ignores_local_grads:
             for bucket in buckets:
                 bucket.clear_unsharded_grads()
@@ -362,7 +362,7 @@ class Reducer:
             left_memory = self.reductions.launch_hooked(buckets[0], self._grad_bucket(buckets[0], group[0]), remainder)
         if left_memory:
             self._on_landed(buckets)
-        self._stats.add_launch(buckets, max([self._ready_at[number] for number in group]))
+        self._stats.add_launch(buckets, max(map(self._ready_at.__getitem__, group)))
 
     def _may_wait_for(self, buckets: Sequence[Bucket]) -> bool:
         """Whether the reduction of these buckets may be waited for (see the note in `state_machine.bucket`)."""

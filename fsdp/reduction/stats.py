@@ -1,13 +1,17 @@
 """What the last step did, in numbers. Counted always: a step costs two clocks for each wait and each pass, and one a launch."""
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from time import perf_counter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
 from fsdp.device.storage import MemoryTracker
 from fsdp.reduction.bucket import Bucket
+
+_LOCAL_USED: Final = attrgetter("local_used")
+_NBYTES: Final = attrgetter("nbytes")
 
 
 class Step(NamedTuple):
@@ -99,8 +103,7 @@ class StepStats:
 
     def add_launch(self, buckets: Sequence[Bucket], ready: float) -> None:
         """Add a reduction; `ready` is when the last of its buckets became ready (`time.perf_counter`)."""
-        used = [bucket.local_used for bucket in buckets]
-        size, began = sum([bucket.nbytes for bucket in buckets]), self._reductions_began
+        used, size, began = [*map(_LOCAL_USED, buckets)], sum(map(_NBYTES, buckets)), self._reductions_began
         self._launches.append(_Launch(buckets, used, size, ready - began, perf_counter() - began))
 
     def wait_for_reduction(self, wait: Callable[[], None]) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from fsdp.errors import ShardingError, StateMismatch
 from fsdp.shards.cut import Shape
 from fsdp.shards.refusals import check_fit
+from fsdp.shards.sharded_value import ShardedValue
 from fsdp.state_dict.param_shard import param_shards_in
 
 TRANSPARENT = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module"})
@@ -98,6 +99,11 @@ def check_values(operation: str, model: nn.Module, given: Mapping[str, object]) 
             shape: Shape = tuple(tensor.shape) if param_shard is None else param_shard.shape
             if param_shard is not None:
                 param_shard.placement.part_of_given(operation, name, given[name], param_shard.parameter)
+            elif isinstance(given[name], ShardedValue):
+                raise ShardingError(
+                    f"{operation}: {name!r} is a part, and the model has an ordinary tensor there, such as one of a module that "
+                    "was put in after wrapping: give the full value, as in fsdp.full_state_dict(model)."
+                )
             else:
                 check_fit(operation, name, given[name], shape, tensor.dtype)
 

@@ -151,6 +151,14 @@ FOUND: dict[str, tuple[Program, str, int]] = {
         "FULL_SHARD",
         2,
     ),
+    "shards are loaded into a module that was put in": (
+        (
+            *(Do("keep a copy of the state dict"), Do("replace a module inside a unit")),
+            Do("load a part of the kept state dict"),
+        ),
+        "FULL_SHARD",
+        2,
+    ),
     "a model in which a module was replaced is copied": (
         (Do("replace a module inside a unit"), Do("deepcopy the model, and evaluate the copy")),
         "FULL_SHARD",
