@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.distributed import pipelining
@@ -14,6 +15,9 @@ from fsdp.params.use_outside_forward import backward_without_a_loss
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_in, unit_ref_of
 from state_machine import Event, Request
+
+REPEATS: Final = find_spec("torch.distributed.pipelining._p2p") is None
+"""Whether a step that failed can be done again. From torch 2.15 on, a new schedule connects its stages anew, and would wait."""
 
 
 class PipelineStage(pipelining.PipelineStage):
@@ -26,7 +30,7 @@ class PipelineStage(pipelining.PipelineStage):
 
     Memory: the unsharded gradients, until the last micro-batch.
 
-    A step that failed can be done again if there is one stage a rank, and none has completed the step.
+    A step that failed can be done again if there is one stage a rank, and none has completed the step. Not from torch 2.15 on.
 
     Make it after wrapping, on all ranks of the group alike: over gloo the group is routed, so that a rank that fails is named on
     the ranks of all stages. Communicates.
@@ -59,7 +63,7 @@ class PipelineStage(pipelining.PipelineStage):
         super().clear_runtime_states()
         for engine in self._engines():
             # a rank with several stages may have reduced the gradients of one when the step fails in another
-            engine.begin_pipeline_step(can_repeat=self.num_stages == self.group_size)
+            engine.begin_pipeline_step(can_repeat=REPEATS and self.num_stages == self.group_size)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, object], last_backward: bool = False

@@ -1,6 +1,7 @@
 """What a rehearsal says of the stages of a pipeline is what torch's schedule over the engine's `PipelineStage` does."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -30,16 +31,22 @@ def rehearsed(strategy: str, micro_batches: int = MICRO_BATCHES, stages: int = 2
     return rehearse_all(job, options, dimensions=Dimensions(pp=stages))
 
 
+ALLOCATES_LATE = find_spec("torch.distributed.pipelining._recv_buffers") is not None
+"""Whether torch allocates what a stage receives when it comes: from 2.15 on."""
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_stage_is_as_in_a_run(strategy: str, runs: list[dict[str, Any]]) -> None:
     found = rehearsed(strategy)
+    # a plan counts what a stage receives from the beginning, as torch does that allocates it there: inputs and gradients
+    late = 2 * MICRO_BATCHES * sum(one.nbytes for stage in found.stages for one in stage.sent) if ALLOCATES_LATE else 0
     for stage, run in zip(found.stages, runs[::2], strict=True):
         counted = Run(*run[strategy])
         assert [(one.kind, one.label, one.received) for one in stage.collectives if one.label != "pp"] == counted.collectives
         assert stage.engine_peak == counted.engine_peak
         # the threads of gloo hold copies of their own for a moment
-        assert 0.97 * counted.peak < stage.peak < 1.005 * counted.peak
+        assert 0.97 * counted.peak < stage.peak < 1.005 * (counted.peak + late)
 
 
 def test_a_stage_keeps_as_many_micro_batches_as_there_are_stages_from_it_to_the_last_one() -> None:
