@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+from torch.torch_version import __version__ as torch_version
 
 from fsdp.comm.open_communicators import ProcessGroup, open_routed
 from fsdp.params.use_outside_forward import backward_without_a_loss
@@ -16,8 +16,8 @@ from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_in, unit_ref_of
 from state_machine import Event, Request
 
-REPEATS: Final = find_spec("torch.distributed.pipelining._p2p") is None
-"""Whether a step that failed can be done again. From torch 2.15 on, a new schedule connects its stages anew, and would wait."""
+REPEATS: Final = torch_version < "2.14"
+"""Whether a step that failed can be done again. From torch 2.14 on, a new schedule connects its stages anew, and would wait."""
 
 
 class PipelineStage(pipelining.PipelineStage):
@@ -30,7 +30,7 @@ class PipelineStage(pipelining.PipelineStage):
 
     Memory: the unsharded gradients, until the last micro-batch.
 
-    A step that failed can be done again if there is one stage a rank, and none has completed the step. Not from torch 2.15 on.
+    A step that failed can be done again if there is one stage a rank, and none has completed the step. Not from torch 2.14 on.
 
     Make it after wrapping, on all ranks of the group alike: over gloo the group is routed, so that a rank that fails is named on
     the ranks of all stages. Communicates.

@@ -69,7 +69,7 @@ class Phases:
     def _around(self, handler: Callable[..., Any], phase: str, first: int) -> Callable[..., Any]:
         """`handler`, with a name around it if a profiler runs, and with its times recorded if a trace is made.
 
-        That of an action is called with the number of a unit, that of an effect is the handler of unit `first`.
+        That of an action is called with the number of a unit. That of an effect, of unit `first`, with none: a sum of 0.
         """
         if self.named:
             handler = partial(_name, handler, [f"fsdp::{phase} {name}" for name in self._units[first:]])
