@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -16,8 +16,8 @@ from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_in, unit_ref_of
 from state_machine import Event, Request
 
-REPEATS: Final = torch_version < "2.14"
-"""Whether a step that failed can be done again. From torch 2.14 on, a new schedule connects its stages anew, and would wait."""
+REPEATS: Final = torch_version < "2.15"
+"""Whether a step that failed can be done again. From torch 2.15 on, a new schedule connects its stages anew, and would wait."""
 
 
 class PipelineStage(pipelining.PipelineStage):
@@ -30,7 +30,7 @@ class PipelineStage(pipelining.PipelineStage):
 
     Memory: the unsharded gradients, until the last micro-batch.
 
-    A step that failed can be done again if there is one stage a rank, and none has completed the step. Not from torch 2.14 on.
+    A step that failed can be done again if there is one stage a rank, and none has completed the step. Not from torch 2.15 on.
 
     Make it after wrapping, on all ranks of the group alike: over gloo the group is routed, so that a rank that fails is named on
     the ranks of all stages. Communicates.
@@ -40,6 +40,14 @@ class PipelineStage(pipelining.PipelineStage):
     Raises:
         ShardingError: in the first backward: the module is only a part of a root.
     """
+
+    @wraps(pipelining.PipelineStage.__init__)  # type: ignore[misc]  # the signature that help shows
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        # torch 2.14 has a name for each direction besides
+        for name in ("_downstream_group", "_upstream_group"):
+            if getattr(self, name, self) in (None, self.group):
+                setattr(self, name, self.group)
 
     @property
     def group(self) -> ProcessGroup | None:
