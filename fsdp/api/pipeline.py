@@ -1,11 +1,11 @@
 """Stages of torch's pipeline schedules, over modules that are sharded."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import pipelining
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 from torch.torch_version import __version__ as torch_version
@@ -81,13 +81,16 @@ class PipelineStage(pipelining.PipelineStage):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         given: dict[str, Any] = bwd_kwargs
         engines = engines_in(self.submod, "PipelineStage")
-        with _keeps_gradients(engines):
+        with ExitStack() as stack:
+            for engine in engines:  # keep gradients, on one rank as well
+                stack.enter_context(engine.synchronising(False))
+                engine.set_splits_backward(engine.splits_backward or backward_type != "full")
             if backward_type == "full":
                 return stage_backward(given["stage_output"], given["output_grads"], given["input_values"]), None
-            for engine in engines:
-                engine.set_splits_backward(True)
             # torch's functions compute the gradients of weights and put them into `.grad`: that of the unsharded parameters
-            weights = _unsharded_params(self.submod, engines)
+            units = [unit for engine in engines for unit in engine.units]
+            found = {id(shard): p for unit in units for shard, p in zip(unit.sharded_params, unit.unsharded_params, strict=True)}
+            weights = iter([found.get(id(p), p) for p in self.submod.parameters()])
             if backward_type == "weight":
                 return stage_backward_weight(weights, given["param_groups"]), None
             return stage_backward_input(given["stage_output"], given["output_grads"], given["input_values"], weights)
@@ -103,24 +106,4 @@ class PipelineStage(pipelining.PipelineStage):
             for index in range(len(engine.units)):
                 engine.request(index, Request.RESHARD)
             engine.end_pipeline_step()
-        if grad_scale_factor != 1:
-            self.scale_grads(grad_scale_factor)
-
-
-@contextmanager
-def _keeps_gradients(engines: Sequence[Engine]) -> Iterator[None]:
-    """Keep gradients as `no_sync` does, but also on one rank, where they are reduced once a step all the same."""
-    before = [engine.synchronises for engine in engines]
-    try:
-        for engine in engines:
-            engine.set_synchronises(False)
-        yield
-    finally:
-        for engine, synchronises in zip(engines, before, strict=True):
-            engine.set_synchronises(synchronises)
-
-
-def _unsharded_params(module: nn.Module, engines: Sequence[Engine]) -> Iterator[nn.Parameter]:
-    units = [unit for engine in engines for unit in engine.units]
-    found = {id(shard): one for unit in units for shard, one in zip(unit.sharded_params, unit.unsharded_params, strict=True)}
-    return iter([found.get(id(parameter), parameter) for parameter in module.parameters()])
+        self.scale_grads(grad_scale_factor)

@@ -5,8 +5,8 @@ Rule 2: the root changes its state first, so an illegal event changes nothing.
 Rule 3: if an action fails half-way, the step is abandoned before the error is raised.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from fsdp.autograd.visits import Pass, Visit
 from fsdp.comm.context import CommContext
@@ -94,6 +94,15 @@ class Engine:
     def set_synchronises(self, synchronises: bool) -> None:
         """From now on, backwards that begin reduce their gradients, or do not."""
         self.synchronises = synchronises
+
+    @contextmanager
+    def synchronising(self, synchronises: bool) -> Iterator[None]:
+        """Backwards that begin inside reduce their gradients, or do not."""
+        before, self.synchronises = self.synchronises, synchronises
+        try:
+            yield
+        finally:
+            self.synchronises = before
 
     def set_splits_backward(self, splits: bool) -> None:
         """From now on, backwards that begin may compute gradients of inputs alone, or may not."""

@@ -94,6 +94,7 @@ EXCEPTIONS = {
     "FullyShardedDataParallel.forward(args)": "takes what the wrapped forward takes; on an object the signature is that one's",
     "FullyShardedDataParallel.forward(kwargs)": "as above",
     "FullyShardedDataParallel.forward(return)": "returns what the wrapped forward returns",
+    "PipelineStage.__init__(return)": "torch's signature",
 }
 """Where a type cannot be said, and why."""
 

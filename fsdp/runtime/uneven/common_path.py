@@ -69,13 +69,12 @@ class CommonPath(PathPolicy):
             engine.fail(failure, 0)
             raise
         if Place.END_OF_BACKWARD in places:
-            synchronises, self.has_met = engine.synchronises, True
-            engine.set_synchronises(True)  # as it does on the other ranks
+            self.has_met = True
             try:
-                self.empty_backward()
+                with engine.synchronising(True):  # as it does on the other ranks
+                    self.empty_backward()
             finally:
                 self.has_met = False
-                engine.set_synchronises(synchronises)
         return places
 
     def empty_backward(self) -> None:

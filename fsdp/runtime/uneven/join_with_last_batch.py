@@ -163,12 +163,10 @@ class EvenJoin(Joined):
         gradients = [one.grad for one in leaves]
         for leaf in leaves:
             leaf.grad = None
-        synchronises = self._engine.synchronises
-        self._engine.set_synchronises(reduces)
         try:
-            torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
+            with self._engine.synchronising(reduces):
+                torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
         finally:
-            self._engine.set_synchronises(synchronises)
             for leaf, gradient in zip(leaves, gradients, strict=True):
                 leaf.grad = gradient
 

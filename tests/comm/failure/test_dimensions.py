@@ -119,8 +119,7 @@ def test_a_step_that_fails_on_all_simulated_ranks_is_done_again() -> None:
 def test_a_rank_that_ends_is_named_by_all_others(how: str, tmp_path: Path) -> None:
     *others, last = run(tmp_path, how)
     assert last == {}
-    for one in others:
-        first, seconds, again = one[how]
+    for first, seconds, again in (one[how] for one in others):
         assert (first.kind, first.rank) == ("PeerFailed", 3)
         assert first.text.startswith("rank 3 has ended, while this rank waited for it")
         assert seconds < 5
