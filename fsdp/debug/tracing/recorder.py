@@ -28,7 +28,7 @@ NO_WAIT: Final = 20_000
 """Nanoseconds of a wait, at the most, after which the other collectives are not looked at: hardly any time has passed."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Collective:
     """One collective of this rank. Times are `time.perf_counter_ns`; 0 means not known."""
 
@@ -39,7 +39,7 @@ class Collective:
     label: str
     received: int
     """Bytes that reached this rank."""
-    launched: int
+    launched: int = 0
     returned: int = 0
     """When the launch returned."""
     pending_at: int = 0
@@ -76,18 +76,6 @@ class Bytes(NamedTuple):
     held: int
 
 
-class _Launch(NamedTuple):
-    """The launch of a collective. Times as in `Collective`."""
-
-    comm: str
-    size: int
-    kind: str
-    label: str
-    received: int
-    launched: int
-    returned: int
-
-
 class Recorder:
     """The records of one trace.
 
@@ -99,14 +87,9 @@ class Recorder:
         self._events: list[Any] = []
         self._phases: list[Any] = []
         self._memory: list[Any] = []
-        self._launches: list[_Launch] = []
-        self._waits: dict[int, tuple[int, int]] = {}
-        """By number of a collective, when the host began and ended to wait for it."""
-        self._pending: dict[int, int] = {}
-        """By number, when a collective was last seen in flight."""
-        self._ended: dict[int, int] = {}
-        """By number, when a collective that nobody had waited for was first seen to have ended."""
-        self._in_flight: dict[int, Work] = {}
+        self.collectives: list[Collective] = []
+        """Every collective, in the order of their launches."""
+        self._in_flight: dict[Collective, Work] = {}
         # these take the fields of one record, or of several
         self.add_event: Callable[[tuple[int, int, Event]], None] = self._events.extend
         self.add_phase: AddRecord = self._phases.extend
@@ -129,44 +112,36 @@ class Recorder:
         """Every change of the bytes held, in order."""
         return [Bytes(*one) for one in _records(self._memory, 4)]
 
-    @property
-    def collectives(self) -> list[Collective]:
-        """Every collective, in the order of their launches."""
-        return [self._collective(number, launch) for number, launch in enumerate(self._launches)]
-
     def look(self, now: int) -> None:
         """Ask the collectives in flight whether they have ended. See [Note: when a collective ends]."""
         self.next_look = now + LOOK_EVERY
-        for number, work in list(self._in_flight.items()):
+        for one, work in list(self._in_flight.items()):
             is_completed = getattr(work, "is_completed", None)
             if is_completed is not None and not is_completed():
-                self._pending[number] = now
+                one.pending_at = now
                 continue
             if is_completed is not None:
                 # after the answer, because the system may have stopped this process since `now`
-                self._ended[number] = perf_counter_ns()
-            del self._in_flight[number]
+                one.ended = perf_counter_ns()
+            del self._in_flight[one]
 
-    def add_launch(self, launch: _Launch, work: Work | None) -> int:
-        """Add a collective, and look at it until it ends. Return its number. None: its launch failed."""
-        number = len(self._launches)
-        self._launches.append(launch)
-        if work is not None:
-            self._in_flight[number] = work
-        return number
+    def launch(self, one: Collective, launch: Callable[[], Work]) -> Work:
+        """Launch a collective, and look at it until it ends."""
+        self.collectives.append(one)
+        one.launched = perf_counter_ns()
+        work = self._in_flight[one] = launch()
+        one.returned = one.pending_at = perf_counter_ns()
+        return work
 
-    def add_wait(self, number: int, began: int, ended: int) -> None:
-        """Add that the host has waited for a collective, which has ended."""
-        self._waits[number] = began, ended
-        self._in_flight.pop(number, None)
-        if ended - began > NO_WAIT:
-            self.look(ended)
-
-    def _collective(self, number: int, launch: _Launch) -> Collective:
-        began, ended = self._waits.get(number, (0, 0))
-        seen = self._ended.get(number, 0)
-        pending = self._pending.get(number, launch.returned)
-        return Collective(*launch, pending, seen or ended, began, ended)
+    def wait(self, one: Collective, work: Work) -> None:
+        """Wait for a collective."""
+        began = perf_counter_ns()
+        work.wait()
+        one.wait_began, one.wait_ended = began, perf_counter_ns()
+        one.ended = one.ended or one.wait_ended
+        self._in_flight.pop(one, None)
+        if one.wait_ended - began > NO_WAIT:
+            self.look(one.wait_ended)
 
 
 def _records(fields: Sequence[Any], count: int) -> Iterator[tuple[Any, ...]]:
@@ -221,27 +196,19 @@ class CommRecorder:
 
     def launch(self, kind: str, label: str, received: int, launch: Callable[[], Work]) -> Work:
         """Launch a collective, and return a work that records its end."""
-        began = perf_counter_ns()
-        try:
-            work = launch()
-        except BaseException:
-            self._recorder.add_launch(_Launch(self._comm, self._size, kind, label, received, began, 0), None)
-            raise
-        number = self._recorder.add_launch(_Launch(self._comm, self._size, kind, label, received, began, perf_counter_ns()), work)
-        return RecordedWork(work, number, self._recorder)
+        one = Collective(self._comm, self._size, kind, label, received)
+        return RecordedWork(self._recorder.launch(one, launch), one, self._recorder)
 
 
 class RecordedWork:
     """A collective in flight whose wait is recorded."""
 
-    __slots__ = ("_number", "_recorder", "_work")
+    __slots__ = ("_collective", "_recorder", "_work")
 
-    def __init__(self, work: Work, number: int, recorder: Recorder) -> None:
+    def __init__(self, work: Work, collective: Collective, recorder: Recorder) -> None:
         self._work = work
-        self._number = number
+        self._collective = collective
         self._recorder = recorder
 
     def wait(self) -> None:
-        began = perf_counter_ns()
-        self._work.wait()
-        self._recorder.add_wait(self._number, began, perf_counter_ns())
+        self._recorder.wait(self._collective, self._work)
