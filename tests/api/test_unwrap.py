@@ -9,17 +9,11 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.compat import fairscale
-from tests.support.models import CASES, Block, Case, loss_of, make_net
+from tests.support.models import CASES, OPTIONS, Block, Case, loss_of, make_net
 from tests.support.ranks import on_ranks
 
 Door = Callable[..., nn.Module]
 DOORS = pytest.mark.parametrize("door", [fsdp.fully_shard, fsdp.FullyShardedDataParallel], ids=["in place", "wrapper"])
-OPTIONS: dict[str, dict[str, Any]] = {
-    "FULL_SHARD": {},
-    "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
-    "SHARD_OPTIMIZER": {"sharding_strategy": "SHARD_OPTIMIZER"},
-    "plain shards": {"plain_shards": True},
-}
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
 
 

@@ -11,27 +11,15 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp
 from fsdp.runtime.registry import unit_ref_of
-from tests.support.models import CASES, Block, Case, is_at_rest, loss_of, make_net, units_of
+from tests.support.models import CASES, OPTIONS, Block, Case, is_at_rest, loss_of, make_net, step, units_of
 from tests.support.ranks import on_ranks
 
 Door = Callable[..., nn.Module]
 DOORS = pytest.mark.parametrize("door", [fsdp.fully_shard, fsdp.FullyShardedDataParallel], ids=["in place", "wrapper"])
-OPTIONS: dict[str, dict[str, Any]] = {
-    "FULL_SHARD": {},
-    "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
-    "SHARD_OPTIMIZER": {"sharding_strategy": "SHARD_OPTIMIZER"},
-    "plain shards": {"plain_shards": True},
-}
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
-    optimizer.zero_grad()
-    loss_of(model(batch)).backward()
-    optimizer.step()
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:

@@ -102,6 +102,8 @@ def _(run: Run) -> Yields:
 class Force(nn.Module):
     """Energy and the force it exerts, as potentials of molecules return them."""
 
+    has_graph = False
+
     def __init__(self) -> None:
         super().__init__()
         self.net = Net()
@@ -109,7 +111,7 @@ class Force(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.detach().requires_grad_()
         energy = self.net(x).square().sum()
-        return energy, torch.autograd.grad(energy, x, retain_graph=True)[0]
+        return energy, torch.autograd.grad(energy, x, retain_graph=True, create_graph=self.has_graph)[0]
 
 
 @pattern(
@@ -378,10 +380,7 @@ def _(run: Run) -> Yields:
 class TrainedForce(Force):
     """The force has a graph, because it is trained too."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x.detach().requires_grad_()
-        energy = self.net(x).square().sum()
-        return energy, torch.autograd.grad(energy, x, create_graph=True)[0]
+    has_graph = True
 
 
 @pattern(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.patterns.harness import Run, Yields, pattern
-from tests.patterns.modules import WIDTH, Block, Net, loss_of, sgd, sgd_steps, steps, steps_of_two, train
+from tests.patterns.modules import WIDTH, Block, Net, loss_of, passes, sgd, sgd_steps, steps, steps_of_two, train
 
 
 class Odd(nn.Module):
@@ -139,9 +139,7 @@ class Quantised(nn.Module):
 )
 def _(run: Run) -> Yields:
     model = run.shard(Net(block=Quantised), {Quantised})
-    for step in range(2):
-        train(model, run.data(step, 2, WIDTH))
-        yield
+    yield from passes(run, model, 2)
 
 
 class Complex(nn.Module):
@@ -156,9 +154,7 @@ class Complex(nn.Module):
 @pattern("complex parameters", "sums and collectives know real numbers only", **steps_of_two(2))
 def _(run: Run) -> Yields:
     model = run.shard(nn.Sequential(Block(), Complex()), {Block, Complex})
-    for step in range(2):
-        train(model, run.data(step, 2, WIDTH))
-        yield
+    yield from passes(run, model, 2)
 
 
 class Looks(nn.Module):
@@ -263,9 +259,7 @@ def _(run: Run) -> Yields:
     with torch.device("meta"):
         net = Net()
     model = run.shard(net, {Block}, param_init_fn=_fill) if run.sharded else run.shard(_whole(net))
-    for step in range(2):
-        train(model, run.data(step, 2, WIDTH))
-        yield
+    yield from passes(run, model, 2)
 
 
 @pattern("a meta-device model that initialises itself", "`reset_parameters` of each module is the default", **steps_of_two(2))
@@ -273,6 +267,4 @@ def _(run: Run) -> Yields:
     with torch.device("meta"):
         net = nn.Sequential(Filled(), nn.Tanh(), Filled())
     model = run.shard(net if run.sharded else _whole(net), {Filled})
-    for step in range(2):
-        train(model, run.data(step, 2, WIDTH))
-        yield
+    yield from passes(run, model, 2)

@@ -58,6 +58,13 @@ def train(model: nn.Module, x: Tensor) -> Tensor:
     return loss.detach()
 
 
+def passes(run: Run, model: nn.Module, number: int) -> Yields:
+    """So many forwards and backwards, whose gradients add up. They are compared after each one."""
+    for step in range(number):
+        train(model, run.data(step, 2, WIDTH))
+        yield
+
+
 def sgd_steps(run: Run, model: nn.Module, number: int) -> Yields:
     """So many ordinary steps with momentum. What every rank has is compared before each update."""
     optimizer = sgd(model)

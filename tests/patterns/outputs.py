@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.patterns.harness import Run, Yields, pattern
-from tests.patterns.modules import WIDTH, Block, Net, loss_of, sgd, steps, steps_of_two, train
+from tests.patterns.modules import WIDTH, Block, Net, loss_of, passes, sgd, steps, steps_of_two, train
 
 
 class Pair(NamedTuple):
@@ -175,9 +175,7 @@ class EditsBetween(Net):
 )
 def _(run: Run) -> Yields:
     model = run.shard(EditsBetween(), {nn.Sequential})
-    for step in range(2):
-        train(model, run.data(step, 2, WIDTH))
-        yield
+    yield from passes(run, model, 2)
 
 
 class Splits(Block):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.patterns.harness import Run, Yields, pattern
-from tests.patterns.modules import WIDTH, Block, Net, loss_of, sgd, sgd_steps, steps, train
+from tests.patterns.modules import WIDTH, Block, Net, loss_of, passes, sgd, sgd_steps, steps, train
 
 
 class Adapter(nn.Module):
@@ -49,9 +49,7 @@ def _(run: Run) -> Yields:
 )
 def _(run: Run) -> Yields:
     model = run.shard(_frozen(Net(), "enter", "blocks"), {Block})
-    for step in range(2):
-        train(model, run.data(step, 2, WIDTH))
-        yield
+    yield from passes(run, model, 2)
 
 
 @pattern(
@@ -63,9 +61,7 @@ def _(run: Run) -> Yields:
 )
 def _(run: Run) -> Yields:
     model = run.shard(_frozen(Net(), "blocks", "head"), {Block})
-    for step in range(2):
-        train(model, run.data(step, 2, WIDTH))
-        yield
+    yield from passes(run, model, 2)
 
 
 @pattern(
@@ -89,9 +85,7 @@ def _(run: Run) -> Yields:
 )
 def _(run: Run) -> Yields:
     model = run.shard(_frozen(Net(block=Adapter), "enter", "head"), {Adapter})
-    for step in range(2):
-        train(model, run.data(step, 2, WIDTH))
-        yield
+    yield from passes(run, model, 2)
 
 
 def _toggles(first: bool) -> None:
@@ -226,9 +220,7 @@ class TwoNames(Net):
 )
 def _(run: Run) -> Yields:
     model = run.shard(TwoNames(), {Block})
-    for step in range(2):
-        train(model, run.data(step, 2, WIDTH))
-        yield
+    yield from passes(run, model, 2)
 
 
 @pattern("units wrapped by hand, inner ones first", "the inner roots become units of the outer one", **steps(2))
@@ -237,9 +229,7 @@ def _(run: Run) -> Yields:
     for block in net.blocks:
         run.shard(block)
     model = run.shard(net)
-    for step in range(2):
-        train(model, run.data(step, 2, WIDTH))
-        yield
+    yield from passes(run, model, 2)
 
 
 class Around(nn.Module):
@@ -316,9 +306,7 @@ class Reads(nn.Module):
 )
 def _(run: Run) -> Yields:
     model = run.shard(Reads(), {nn.Linear, Block})
-    for step in range(2):
-        train(model, run.data(step, 2, WIDTH))
-        yield
+    yield from passes(run, model, 2)
 
 
 class Attends(nn.Module):
@@ -373,9 +361,7 @@ class Spectral(Block):
 @pattern("weight norm", "the weight is computed from other parameters whenever it is read", **steps(2))
 def _(run: Run) -> Yields:
     model = run.shard(Net(block=Normed), {Normed})
-    for step in range(2):
-        train(model, run.data(step, 2, WIDTH))
-        yield
+    yield from passes(run, model, 2)
 
 
 @pattern("spectral norm in the old way", "a pre-hook sets the weight as an attribute and updates a buffer", **steps(2))

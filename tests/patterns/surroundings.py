@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fsdp
 from tests.patterns.harness import Run, Yields, pattern
-from tests.patterns.modules import WIDTH, Block, Net, loss_of, sgd, steps, steps_of_two, train
+from tests.patterns.modules import WIDTH, Block, Net, loss_of, passes, sgd, steps, steps_of_two, train
 
 
 @pattern("autocast", "weights are cast in the forward, and the casts are kept", **steps(2))
@@ -77,9 +77,7 @@ def _(run: Run) -> Yields:
     for block in model.blocks:
         block.register_full_backward_pre_hook(lambda module, grad_output: (grad_output[0] * 0.5,))
         block.register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0] * 3,))
-    for step in range(2):
-        train(model, run.data(step, 2, WIDTH))
-        yield
+    yield from passes(run, model, 2)
 
 
 @pattern("forward hooks that change inputs and outputs of units", "set before and after wrapping", **steps(2))
@@ -90,9 +88,7 @@ def _(run: Run) -> Yields:
     model = run.shard(net, {Block})
     model.blocks[1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     model.blocks[1].register_forward_hook(lambda module, args, output: output.sin())
-    for step in range(2):
-        train(model, run.data(step, 2, WIDTH))
-        yield
+    yield from passes(run, model, 2)
 
 
 @pattern(
@@ -103,9 +99,7 @@ def _(run: Run) -> Yields:
 def _(run: Run) -> Yields:
     model = run.shard(Net(), {Block})
     model.blocks[0].linear.weight.register_hook(lambda gradient: gradient * 0.5)
-    for step in range(2):
-        train(model, run.data(step, 2, WIDTH))
-        yield
+    yield from passes(run, model, 2)
 
 
 class Recurrent(nn.Module):

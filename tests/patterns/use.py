@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.patterns.harness import Run, Yields, pattern
-from tests.patterns.modules import WIDTH, Block, Net, loss_of, sgd, steps, train
+from tests.patterns.modules import WIDTH, Block, Net, loss_of, passes, sgd, steps, train
 
 
 class Skips(Net):
@@ -391,6 +391,4 @@ class Detaches(Net):
 )
 def _(run: Run) -> Yields:
     model = run.shard(Detaches(), {Block})
-    for step in range(2):
-        train(model, run.data(step, 2, WIDTH))
-        yield
+    yield from passes(run, model, 2)

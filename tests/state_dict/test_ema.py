@@ -6,30 +6,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp
-from tests.support.models import CASES, Block, Case, loss_of, make_net
+from tests.support.models import CASES, OPTIONS, Block, Case, make_net, step
 from tests.support.ranks import on_ranks
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "FULL_SHARD": {},
-    "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
-    "SHARD_OPTIMIZER": {"sharding_strategy": "SHARD_OPTIMIZER"},
-    "plain shards": {"plain_shards": True},
-}
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
-    optimizer.zero_grad()
-    loss_of(model(batch)).backward()
-    optimizer.step()
 
 
 def full(model: nn.Module) -> dict[str, Any]:

@@ -20,6 +20,15 @@ ALONE: Final = fsdp.ReductionPolicy(coalesce_cap_mb=0)
 """Small units share no collective, so that each unit of a small model can be counted and watched alone."""
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
+    "SHARD_OPTIMIZER": {"sharding_strategy": "SHARD_OPTIMIZER"},
+    "plain shards": {"plain_shards": True},
+}
+"""Ways to wrap: how shards are kept differs."""
+
+
 class Block(nn.Module):
     """Residual, with a norm: parameters of one and of two dimensions."""
 
@@ -173,6 +182,12 @@ class Trained(NamedTuple):
 
     gradients: list[Gradients]
     weights: dict[str, Tensor]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    optimizer.zero_grad()
+    loss_of(model(batch)).backward()
+    optimizer.step()
 
 
 def gradients_of(model: nn.Module) -> Gradients:

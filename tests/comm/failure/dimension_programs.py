@@ -83,8 +83,8 @@ def distribute(mesh: DeviceMesh, parallel: bool = True, **options: Any) -> Net:
     return fsdp.fully_shard(model, mesh=mesh["dp"], auto_wrap_policy={nn.Sequential}, **options)
 
 
-def batch(step: int, coordinate: int) -> Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + coordinate))
+def batch(step: int, coordinate: int, rows: int = 4) -> Tensor:
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(10 * step + coordinate))
 
 
 def fail(*_: Any) -> None:
@@ -250,80 +250,88 @@ def context_fails(culprit: int) -> tuple[Told, float]:
     raise AssertionError("nobody was told")
 
 
-def stage_fails(place: str, failing: int, micro_batch: int, how: Callable[..., Any] = fail) -> tuple[Told, float]:
-    """A pipeline of two stages, each sharded over two ranks. One rank fails in a micro-batch of the second step."""
+class Staged(NamedTuple):
+    """This rank's stage of a pipeline of two, each sharded over two ranks."""
+
+    mesh: DeviceMesh
+    index: int
+    module: nn.Module
+    make_schedule: Callable[[], Schedule1F1B]
+
+    def run(self, schedule: Schedule1F1B, data: Tensor, losses: list[Tensor] | None = None) -> None:
+        schedule.step(data) if self.index == 0 else schedule.step(target=data, losses=losses)
+
+    def fail_in(self, place: str, micro_batch: int, how: Callable[..., Any] = fail) -> None:
+        """Call `how` in a micro-batch of the step that follows, once."""
+        count = 0
+
+        def hook(*_: Any) -> None:
+            nonlocal count
+            count += 1
+            if count == micro_batch + 1:
+                how()
+
+        unit: Any = self.module[1]  # type: ignore[index]
+        (unit.register_forward_pre_hook if place == "forward" else unit.register_full_backward_hook)(hook)
+
+
+def make_stage() -> Staged:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    index = mesh["pp"].get_local_rank()
-    module = plain()
-    options: dict[str, Any] = {"auto_wrap_policy": {nn.Sequential}, "sharding_strategy": "SHARD_GRADIENTS"}
-    fsdp.fully_shard(module, mesh=mesh["dp"], **options)
+    index, module = mesh["pp"].get_local_rank(), plain()
+    fsdp.fully_shard(module, mesh=mesh["dp"], auto_wrap_policy={nn.Sequential}, sharding_strategy="SHARD_GRADIENTS")
     stage = fsdp.PipelineStage(module, index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
-    schedule = Schedule1F1B(stage, 4, loss_fn=lambda output, target: (output - target).square().mean())
-    count = 0
+    make_schedule = partial(Schedule1F1B, stage, 4, loss_fn=lambda output, target: (output - target).square().mean())
+    return Staged(mesh, index, module, make_schedule)
 
-    def fail_once(*_: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == micro_batch + 1:
-            how()
 
+def cause_of(error: BaseException) -> BaseException:
+    """What was told, under errors of torch's schedule."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, Mine | fsdp.WorldError):
+        found = found.__cause__
+    return found or error
+
+
+def stage_fails(place: str, failing: int, micro_batch: int, how: Callable[..., Any] = fail) -> tuple[Told, float]:
+    """A pipeline in which one rank fails in a micro-batch of the second step."""
+    stage = make_stage()
+    schedule = stage.make_schedule()
     for step in range(3):
         if step == 1 and dist.get_rank() == failing:
-            register = module[1].register_forward_pre_hook if place == "forward" else module[1].register_full_backward_hook
-            register(fail_once)
-        given = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+            stage.fail_in(place, micro_batch, how)
         try:
-            schedule.step(given) if index == 0 else schedule.step(target=given)
+            stage.run(schedule, torch.randn(8, 6, generator=torch.Generator().manual_seed(step)))
         except Exception as error:
-            found: BaseException | None = error
-            while found is not None and not isinstance(found, Mine | fsdp.WorldError):
-                found = found.__cause__
-            return told(found or error), seconds()
+            return told(cause_of(error)), seconds()
     raise AssertionError("nobody was told")
 
 
 def stage_retried(place: str, failing: int | None, micro_batch: int) -> Retried:
     """The same, and every rank does the step again: the weights of its stage."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    index = mesh["pp"].get_local_rank()
-    module = plain()
-    options: dict[str, Any] = {"auto_wrap_policy": {nn.Sequential}, "sharding_strategy": "SHARD_GRADIENTS"}
-    fsdp.fully_shard(module, mesh=mesh["dp"], **options)
-    stage = fsdp.PipelineStage(module, index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
-    make_schedule = partial(Schedule1F1B, stage, 4, loss_fn=lambda output, target: (output - target).square().mean())
-    schedule = make_schedule()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-    found, count = Retried([], [], [], []), 0
-
-    def fail_once(*_: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == micro_batch + 1:
-            fail()
-
+    stage = make_stage()
+    schedule = stage.make_schedule()
+    optimizer = torch.optim.SGD(stage.module.parameters(), lr=0.05, momentum=0.9)
+    found = Retried([], [], [], [])
     for step in range(3):
         if step == 1 and dist.get_rank() == failing:
-            register = module[1].register_forward_pre_hook if place == "forward" else module[1].register_full_backward_hook
-            register(fail_once)
-        given = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank()))
+            stage.fail_in(place, micro_batch)
+        losses: list[Tensor] = []
         while True:
-            losses: list[Tensor] = []
             try:
-                schedule.step(given) if index == 0 else schedule.step(target=given, losses=losses)
+                stage.run(schedule, batch(step, stage.mesh["dp"].get_local_rank(), rows=8), losses)
                 break
             except Exception as error:
-                cause: BaseException | None = error
-                while cause is not None and not isinstance(cause, Mine | fsdp.WorldError):
-                    cause = cause.__cause__
-                found.told.append(told(cause or error))
+                cause = cause_of(error)
+                found.told.append(told(cause))
                 found.seconds.append(seconds())
                 if not isinstance(cause, Mine | fsdp.PeerFailed):
                     return found
-                schedule = make_schedule()  # torch's keeps losses of the step that failed
+                schedule = stage.make_schedule()  # torch's keeps losses of the step that failed
         found.losses.extend(loss.item() for loss in losses)
         optimizer.step()
         optimizer.zero_grad()
-    found.weights.extend(tensor.clone() for tensor in fsdp.full_state_dict(module, rank0_only=False).values())  # type: ignore[attr-defined]
+    full = fsdp.full_state_dict(stage.module, rank0_only=False)
+    found.weights.extend(tensor.clone() for tensor in full.values())  # type: ignore[attr-defined]
     return found
 
 
