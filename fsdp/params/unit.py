@@ -9,7 +9,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, is_not
 from typing import Final
 
@@ -75,7 +75,7 @@ class Unit:
         """Whether `fsdp.offload` has moved the shards to the host, until `fsdp.onload`."""
         self._open = False
         self._read_by_recompute = False
-        """A recompute of a part of the unit's forward has read unsharded parameters, and may have changed them in place."""
+        """A recompute of the unit, or of a part of it, may have changed unsharded parameters, or what came after it."""
         self._observer: UnitObserver
         self._before_copy: Callable[[FlatBuffer, torch.dtype], None] | None = None
         self.flats = tuple(flats)
@@ -193,6 +193,11 @@ class Unit:
         for module_params in self._module_params:
             module_params.intercept_reads()
 
+    def end_recompute(self) -> None:
+        """A recompute of the unit has ended. Until its backward the modules may show unsharded parameters, also to the user."""
+        self._read_by_recompute = True
+        self.intercept_reads()
+
     def write_back_inplace(self, saved: SavedShards | None = None) -> int:
         """Copy in-place updates of the unsharded parameters into the shards; return the number of parameters updated.
 
@@ -216,13 +221,17 @@ class Unit:
 
         Updates stay where the unsharded parameters share the memory of the shards. Returns the names of what was undone.
         """
-        undone = [name for flat in self.flats for name in flat.forget_updates()]
+        undone = [*self.forget_updates(), *chain.from_iterable(map(FlatBuffer.forget_grads, self.flats))]
         with torch.no_grad():
             for shard, value, name in reversed(saved):
                 shard.copy_(value)
                 undone.append(name)
         self.versions.repeat(len(saved))
         return list(dict.fromkeys(undone))
+
+    def forget_updates(self) -> list[str]:
+        """Do not write back what was done to unsharded parameters so far. Return their names."""
+        return [*chain.from_iterable(map(FlatBuffer.forget_updates, self.flats))]
 
     def sync_requires_grad(self) -> None:
         """Apply changes of `requires_grad` on the sharded parameters to the unsharded ones."""

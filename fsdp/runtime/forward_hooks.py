@@ -15,6 +15,7 @@ from fsdp.autograd.dynamo import uncompiled
 from fsdp.autograd.frames import in_backward, times_running
 from fsdp.autograd.pytree import Attributes, cast_floating, modules_within, tensors_in
 from fsdp.autograd.visits import ForwardCall, grad_inputs
+from fsdp.debug.error_notes import note_undone
 from fsdp.debug.guard import Guard
 from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
@@ -173,7 +174,7 @@ class ForwardHooks(RefuseCopy):
             self._side_outputs.end(call.carried)
             if call.path.recompute:
                 self._engine.backward.end(call)
-                self._unit.intercept_reads()
+                self._unit.end_recompute()
         policy = self._unit.config.mp_policy
         return None if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
 
@@ -216,8 +217,7 @@ class ForwardHooks(RefuseCopy):
     def _fail(self, call: ForwardCall, failure: BaseException) -> None:
         """Undo what a call that has failed did to the unit's parameters, say so on its error, and end a forward as failed."""
         self._engine.note(failure, self._index)
-        if undone := self._unit.roll_back_inplace(call.taken):
-            failure.add_note(f"fsdp: undone is what this forward did to {', '.join(undone)}, or to their `.grad`.")
+        note_undone(failure, "forward", self._unit.roll_back_inplace(call.taken))
         if not call.path.recompute:
             self._passes.post_forward(call, Event.FORWARD_FAILED)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.acts.doors import DOORS
+from tests.acts.players import POST
 from tests.acts.table import MOMENTS_OF_HOOKS, UNSEEN, differs, has_moment
 from tests.acts.trial import Arm, Backward, Do, Evaluate, Forward, Move, Step, Sync, Undo, Zero, judge
 from tests.acts.vocabulary import ACTS
@@ -30,8 +31,15 @@ POST_HOOK = "add a post-accumulate hook"
 ONE_MODULE = "evaluate one module"
 STEP = "optimizer.step()"
 ONES, CLIP = "set p.grad to ones", "clip the gradients"
-INFERENCE, BUFFER = "evaluate in inference mode", "replace a buffer"
+INFERENCE = "evaluate in inference mode"
 KEEP, PUT_BACK = "replace p.data, keep the old one", "put the kept p.data back"
+MAKES = {"replace a buffer", "replace p.data", KEEP, "convert the model", "replace a parameter", "replace a module inside a unit"}
+"""Acts whose tensors are inference tensors, which torch refuses later, if an evaluation in inference mode brings their moment."""
+OF_ALL_GRADIENTS = {
+    *(STEP, CLIP, "optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"),
+    *("read which parameters have a gradient", "read the norm of every gradient"),
+}
+"""Acts that see more in a post-accumulate hook here than in plain torch, where gradients arrive one by one."""
 acts = st.sampled_from(sorted(ACTS))
 blocks = st.integers(0, 1)
 
@@ -58,6 +66,8 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         self.keeps_unsharded = self.puts_back = False
         """Whether an act was armed that may keep `.data` of an unsharded parameter, whose memory is released, or that puts kept
         `.data` back: to read what was kept ends the process, as limits.md says."""
+        self.hooks = self.steps_in_hook = self.of_all_gradients = False
+        """Whether an act was armed in a hook of a parameter, a step there, and `OF_ALL_GRADIENTS` in a post-accumulate hook."""
         self.used: set[str] = set()
         """The acts of the program so far."""
         self.late = False
@@ -137,10 +147,17 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         known = known or self.clashes(act)
         # a forward inside a forward of the same unit fails there
         known = known or (self.door == "fairscale" and act == ONE_MODULE and moment in INSIDE)
+        # the plain player leaves out a backward that ranks refuse, with the gradients that an earlier hook has used
+        known = known or (moment in HOOKS and (act == STEP or self.steps_in_hook) and self.hooks)
+        known = known or (self.door == "fairscale" and ((nests and self.hooks) or (moment in HOOKS and self.nests)))
+        known = known or (moment == POST and act in OF_ALL_GRADIENTS and POST_HOOK in self.used)
         self.nests, self.looks = self.nests or nests, self.looks or looks
         if not known and has_moment(moment, self.door, self.size):
             self.program.append(Arm(moment, act, block))
             self.used.add(act)
+            self.hooks |= moment in HOOKS
+            self.steps_in_hook |= moment in HOOKS and act == STEP
+            self.of_all_gradients |= moment == POST and act in OF_ALL_GRADIENTS
             self.late |= self.is_late(act)
             self.goes_back |= act == BACKWARD
             self.keeps_unsharded |= act == KEEP
@@ -158,11 +175,13 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
     def clashes(self, act: str) -> bool:
         """Whether the programs leave out this act after those so far.
 
-        A norm counts ones in the padding of fairscale's flat shards, as it does in fairscale. And a buffer that is made inside an
-        evaluation in inference mode ends a later forward in torch's error, of which the plain player learns nothing.
+        A norm counts ones in the padding of fairscale's flat shards, as it does in fairscale. What is made inside an evaluation
+        in inference mode ends a later pass in torch's error, of which the plain player learns nothing. And hooks of a parameter
+        are called in the order in which they were added, here once all gradients of a bucket are there.
         """
         used = {act, *self.used}
-        return (self.door == "fairscale" and used >= {ONES, CLIP}) or used >= {INFERENCE, BUFFER}
+        padding = self.door == "fairscale" and used >= {ONES, CLIP}
+        return padding or (INFERENCE in used and bool(used & MAKES)) or (act == POST_HOOK and self.of_all_gradients)
 
     def moments(self) -> set[str]:
         """What the moment is called in the table. Several may come together."""

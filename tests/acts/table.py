@@ -209,6 +209,7 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...
         ("fully_shard",),
     ),
     (_OTHER_OBJECT, ("in a recompute",), ("replace p.data, evaluate, put it back",), tuple(DOORS)),
+    (_DTENSOR, _IN_FORWARDS, ("replace p.data, evaluate, put it back",), ("fully_shard",)),
     (_OTHER_OBJECT, (*_IN_FORWARDS, "in a recompute"), ("put the kept p.data back",), _CUT),
     (_NO_STATE, MOMENTS, ("read the shapes of the optimizer's state",), STRATEGIES),
     (_PUT_IN, MOMENTS, ("replace a module inside a unit", "replace a parameter"), ("torch_fsdp",)),

@@ -159,6 +159,19 @@ FOUND: dict[str, tuple[Program, str, int]] = {
         "FULL_SHARD",
         2,
     ),
+    "a recompute that fails undoes what it did to a unit whose forward is over": (
+        (
+            *(Arm("in a recompute", "call the model frozen, thaw it"), Arm("in a recompute", "replace p.data")),
+            *(Forward(9), Backward(9)),
+        ),
+        "FULL_SHARD",
+        2,
+    ),
+    "data is replaced in a recompute after an evaluation of the model": (
+        (*(Arm("in a recompute", "evaluate the model"), Arm("in a recompute", "replace p.data")), Forward(9), Backward(9)),
+        "FULL_SHARD",
+        2,
+    ),
     "a model in which a module was replaced is copied": (
         (Do("replace a module inside a unit"), Do("deepcopy the model, and evaluate the copy")),
         "FULL_SHARD",
