@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.patterns.harness import Run, Yields, pattern
-from tests.patterns.modules import WIDTH, Block, Net, loss_of, passes, sgd, sgd_steps, steps, steps_of_two, train
+from tests.patterns.modules import WIDTH, Block, Net, loss_of, passes, sgd_steps, steps, steps_of_two, train
 
 
 class Odd(nn.Module):
@@ -32,12 +32,7 @@ class Odd(nn.Module):
 def _(run: Run) -> Yields:
     # in float64: the gradient of the gain is a sum in which nearly everything cancels
     model = run.shard(nn.Sequential(Odd(), Odd()).double(), {Odd})
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        train(model, run.data(step, 2, WIDTH).double())
-        yield
-        optimizer.step()
+    yield from sgd_steps(run, model, 2)
 
 
 class Transposed(nn.Module):
@@ -56,12 +51,7 @@ class Transposed(nn.Module):
 def _(run: Run) -> Yields:
     # in float64: gathered whole parameters are contiguous, so kernels may sum in another order
     model = run.shard(nn.Sequential(Block(), Transposed()).double(), {Block, Transposed})
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        train(model, run.data(step, 2, WIDTH).double())
-        yield
-        optimizer.step()
+    yield from sgd_steps(run, model, 2)
 
 
 class Wide(nn.Module):

@@ -67,10 +67,10 @@ def passes(run: Run, model: nn.Module, number: int) -> Yields:
 
 def sgd_steps(run: Run, model: nn.Module, number: int) -> Yields:
     """So many ordinary steps with momentum. What every rank has is compared before each update."""
-    optimizer = sgd(model)
+    optimizer, dtype = sgd(model), next(model.parameters()).dtype
     for step in range(number):
         optimizer.zero_grad()
-        train(model, run.data(step, 2, WIDTH))
+        train(model, run.data(step, 2, WIDTH).to(dtype))
         yield
         optimizer.step()
 

@@ -198,12 +198,7 @@ def _solver() -> nn.Sequential:
 )
 def _(run: Run) -> Yields:
     model = run.shard(_solver(), {Solver})
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        train(model, run.data(step, 2, WIDTH))
-        yield
-        optimizer.step()
+    yield from sgd_steps(run, model, 2)
 
 
 @pattern(

@@ -12,6 +12,7 @@ import fsdp
 from fsdp.api.pipeline import REPEATS
 from tests.comm.failure.dimension_programs import PLACES, STAGES, Mine, Retried, Told, alone, fail, retried, told
 from tests.state_dict import test_dimensions as dimensions
+from tests.support.everything import EVERYTHING
 from tests.support.processes import end_all, start_rank
 
 RETRIED = [*(f"{place}, rank {rank}" for place in PLACES for rank in (0, 3)), "agreed", "all fail"]
@@ -75,7 +76,7 @@ def test_a_step_that_fails_on_all_ranks_is_done_again(ranks: list[dict[str, Retr
         check_trained(one["all fail"], alone())
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(20 if EVERYTHING else 4))
 @pytest.mark.parametrize("place", PLACES)
 def test_in_the_simulated_world_too(place: str, seed: int) -> None:
     culprit = seed % 4
