@@ -74,8 +74,8 @@ class Unit:
         self.is_put_away = False
         """Whether `fsdp.offload` has moved the shards to the host, until `fsdp.onload`."""
         self._open = False
-        self._read_by_recompute = False
-        """A recompute of the unit, or of a part of it, may have changed unsharded parameters, or what came after it."""
+        self._write_back: Callable[[], object] | None = None
+        """Called before modules show shards: a recompute, or what came after it, may have changed unsharded parameters."""
         self._observer: UnitObserver
         self._before_copy: Callable[[FlatBuffer, torch.dtype], None] | None = None
         self.flats = tuple(flats)
@@ -194,8 +194,8 @@ class Unit:
             module_params.intercept_reads()
 
     def end_recompute(self) -> None:
-        """A recompute of the unit has ended. Until its backward the modules may show unsharded parameters, also to the user."""
-        self._read_by_recompute = True
+        """A recompute of the unit has ended. What the user changes until its backward repeats no forward."""
+        self._write_back = self.write_back_inplace
         self.intercept_reads()
 
     def write_back_inplace(self, saved: SavedShards | None = None) -> int:
@@ -213,7 +213,6 @@ class Unit:
 
     def write_back_inplace_of_recompute(self) -> None:
         """Copy in-place updates of a recompute into the shards. They repeat those of the forward, so the backward stays valid."""
-        self._read_by_recompute = False
         self.versions.repeat(self.write_back_inplace())
 
     def roll_back_inplace(self, saved: SavedShards) -> list[str]:
@@ -318,7 +317,7 @@ class Unit:
             # unit soon needs the other parameters too, and the ranks may read them in another order.
             is_shown = parameter is unsharded
             if (read_inside and is_shown) or ((read_inside or is_shown) and self._observer.unshard_for_backward()):
-                self._read_by_recompute = True
+                self._write_back = self.write_back_inplace_of_recompute
                 return unsharded
         if parameter is unsharded:  # a hook in a backward inside the forward may have changed what the modules show
             self.write_back_inplace()
@@ -481,8 +480,9 @@ class Unit:
         """Let the modules show the shards."""
         if any([*map(FlatBuffer.take_requires_grad, self.flats)]):
             self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
-        if self._read_by_recompute:
-            self.write_back_inplace_of_recompute()
+        if self._write_back is not None:
+            self._write_back()
+            self._write_back = None
         self._open = False
         for module_params in self._module_params:
             module_params.use_sharded()
