@@ -287,9 +287,10 @@ class Reducer:
     def _shown_grads(self) -> dict[str, tuple[object, ...]]:
         """For each parameter by name, by which one sees that its `.grad` or `requires_grad` was changed."""
         return {
-            info.names[0]: (p.requires_grad, id(p.grad), None if p.grad is None else p.grad._version)
-            for bucket in self.buckets
-            for info, p in zip(bucket.flat.param_infos, bucket.flat.sharded_params, strict=True)
+            info.names[0]: (p.requires_grad, shown.requires_grad, id(p.grad), None if p.grad is None else p.grad._version)
+            for flat in (bucket.flat for bucket in self.buckets)
+            # inside a forward modules show the unsharded ones
+            for info, p, shown in zip(flat.param_infos, flat.sharded_params, flat.unsharded_params, strict=True)
         }
 
     def run_hooks(self, on_failure: Callable[[BaseException, int], None]) -> None:

@@ -35,6 +35,8 @@ INFERENCE = "evaluate in inference mode"
 KEEP, PUT_BACK = "replace p.data, keep the old one", "put the kept p.data back"
 MAKES = {"replace a buffer", "replace p.data", KEEP, "convert the model", "replace a parameter", "replace a module inside a unit"}
 """Acts whose tensors are inference tensors, which torch refuses later, if an evaluation in inference mode brings their moment."""
+USES = {STEP, "add the gradient to a weight"}
+"""Acts that change weights by gradients."""
 OF_ALL_GRADIENTS = {
     *(STEP, CLIP, "optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"),
     *("read which parameters have a gradient", "read the norm of every gradient"),
@@ -66,8 +68,8 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         self.keeps_unsharded = self.puts_back = False
         """Whether an act was armed that may keep `.data` of an unsharded parameter, whose memory is released, or that puts kept
         `.data` back: to read what was kept ends the process, as limits.md says."""
-        self.hooks = self.steps_in_hook = self.of_all_gradients = False
-        """Whether an act was armed in a hook of a parameter, a step there, and `OF_ALL_GRADIENTS` in a post-accumulate hook."""
+        self.hooks = self.uses_in_hook = self.of_all_gradients = False
+        """Whether an act was armed in a hook of a parameter, one of `USES` there, or `OF_ALL_GRADIENTS` after accumulation."""
         self.used: set[str] = set()
         """The acts of the program so far."""
         self.late = False
@@ -148,7 +150,7 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         # a forward inside a forward of the same unit fails there
         known = known or (self.door == "fairscale" and act == ONE_MODULE and moment in INSIDE)
         # the plain player leaves out a backward that ranks refuse, with the gradients that an earlier hook has used
-        known = known or (moment in HOOKS and (act == STEP or self.steps_in_hook) and self.hooks)
+        known = known or (moment in HOOKS and (act in USES or self.uses_in_hook) and self.hooks)
         known = known or (self.door == "fairscale" and ((nests and self.hooks) or (moment in HOOKS and self.nests)))
         known = known or (moment == POST and act in OF_ALL_GRADIENTS and POST_HOOK in self.used)
         self.nests, self.looks = self.nests or nests, self.looks or looks
@@ -156,7 +158,7 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
             self.program.append(Arm(moment, act, block))
             self.used.add(act)
             self.hooks |= moment in HOOKS
-            self.steps_in_hook |= moment in HOOKS and act == STEP
+            self.uses_in_hook |= moment in HOOKS and act in USES
             self.of_all_gradients |= moment == POST and act in OF_ALL_GRADIENTS
             self.late |= self.is_late(act)
             self.goes_back |= act == BACKWARD

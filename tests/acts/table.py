@@ -257,7 +257,7 @@ DIFFERS: Final = {
 """Pairs that are different from plain torch through a door in some world, and the reason why they stay so."""
 ON_ONE_RANK: Final = {
     ("change a weight through .data", moment, door)
-    for moment in ("between forward and backward", "between two backwards of one graph")
+    for moment in ("between forward and backward", "between two backwards of one graph", "in a tensor hook", POST)
     for door in ("SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER")
 }
 """On one rank shards are ordinary tensors, of which torch counts no change through `.data`, and these strategies keep a copy."""
