@@ -6,7 +6,7 @@ Rule 3: a rank that is alone has a communicator too (`SingleRankCommunicator`), 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -26,17 +26,15 @@ class CallRecorder(Protocol):
 
 
 class Communicator(Protocol):
-    """Collectives among the ranks of one group, one after the other. `label` names the unit in errors and traces."""
+    """Collectives among the ranks of one group, one after the other. `label` names the unit in errors and traces.
 
-    @property
-    def rank(self) -> int: ...
+    What looks for ranks that have failed does nothing here.
+    """
 
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The numbers of its ranks among all of the program; none of a rank that is alone."""
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    """The numbers of its ranks among all of the program; none of a rank that is alone."""
 
     def supports_device(self, device: torch.device) -> bool:
         """Whether tensors on `device` can be communicated."""
@@ -91,30 +89,38 @@ class Communicator(Protocol):
 
     def set_recorder(self, recorder: CallRecorder | None) -> None:
         """From now on, launch collectives through `recorder`. None: launch them directly."""
+        return
 
     def waits(self) -> Wait | None:
         """Return in which call this rank has waited since when for which ranks; None unless it waits long."""
+        return None
 
     def epoch(self) -> int:
         """Return a number that increases with every abandoned step of any model on this communicator."""
+        return 0
 
     def announce_restart(self, unit: str) -> PeerFailed | None:
         """Announce a forward that begins although the previous one had no backward. Returns when all ranks have done so.
 
         If the other ranks are in the backward of the previous forward, they abandon it with an error, which is returned here.
         """
+        return None
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """Notify the other ranks, which may wait for this one, that it abandons a step. Does not wait for them."""
+        return
 
     def find_failed_peer(self) -> WorldError | None:
         """Return the error about another rank that has ended or has abandoned the step, if there is one. Does not wait."""
+        return None
 
     def completed(self) -> None:
         """Count a backward that ended without an error."""
+        return
 
     def reconnect(self) -> None:
         """After an abandoned step: wait for the other ranks, and connect to them for the next step."""
+        return
 
 
 class CarriesHostTensors:
@@ -156,11 +162,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-class SingleRankCommunicator:
+class SingleRankCommunicator(Communicator):
     """A communicator of one rank. It sends nothing."""
 
-    rank: Final = 0
-    size: Final = 1
+    rank = 0
+    size = 1
     ranks: tuple[int, ...] = ()
 
     def supports_device(self, device: torch.device) -> bool:
@@ -196,27 +202,3 @@ class SingleRankCommunicator:
 
     def recent(self) -> Sequence[str]:
         return ()
-
-    def set_recorder(self, recorder: CallRecorder | None) -> None:
-        return
-
-    def waits(self) -> Wait | None:
-        return None
-
-    def epoch(self) -> int:
-        return 0
-
-    def announce_restart(self, unit: str) -> PeerFailed | None:
-        return None
-
-    def abandon(self, unit: str, failure: BaseException | None) -> None:
-        return
-
-    def find_failed_peer(self) -> WorldError | None:
-        return None
-
-    def completed(self) -> None:
-        return
-
-    def reconnect(self) -> None:
-        return

@@ -10,6 +10,7 @@ NO_SHARD        each rank alone   all ranks
 """
 
 import time
+from operator import methodcaller
 from typing import Final, NamedTuple
 
 from fsdp.comm.communicator import Communicator
@@ -18,6 +19,7 @@ from fsdp.comm.failure.peer_monitor import ROUTED
 from fsdp.errors import WorldError
 from fsdp.log import LOG
 
+_EPOCH: Final = methodcaller("epoch")
 _SEEN_TO_END: Final = 1.0
 """Seconds in which it is known that a process has ended whose connections have broken."""
 # The names of communicators in stories and errors. Each is an attribute of CommContext without its "_comm".
@@ -113,19 +115,15 @@ class CommContext(NamedTuple):
 
     def completed(self) -> None:
         """Count a backward that ended without an error."""
-        for comm in self.each().values():
+        for comm in self._beside_lanes().union(*self.lanes):
             comm.completed()
 
     def epoch(self) -> int:
         """A number that increases with every abandoned step of any model on these communicators."""
-        epoch = self.shard_comm.epoch() + self.world_comm.epoch()
-        if self.across is not None:
-            epoch += self.across.epoch()
-        for context in self.inner:
-            epoch += context.epoch()
-        for comm in self.routed:
-            epoch += comm.epoch()
-        return epoch
+        return sum(map(_EPOCH, self._beside_lanes()))
+
+    def _beside_lanes(self) -> "set[Communicator | CommContext]":
+        return {self.shard_comm, self.world_comm, self.across or self.world_comm, *self.routed, *self.inner}
 
     def each(self) -> dict[str, Communicator]:
         """Every communicator once, by name."""

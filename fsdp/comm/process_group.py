@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp.autograd.frames import in_backward
-from fsdp.comm.communicator import CallRecorder, CarriesHostTensors, ReduceOp, as_bytes
+from fsdp.comm.communicator import CallRecorder, CarriesHostTensors, Communicator, ReduceOp, as_bytes
 from fsdp.comm.failure.desync import RECENT, WatchedWork
 from fsdp.comm.failure.peer_monitor import PeerMonitor
 from fsdp.comm.failure.pending_call import OBJECTS, PendingCall, Wait, names_a_unit
@@ -36,7 +36,7 @@ _LARGE: Final = 2**16
 """Chunks of at least this many bytes are gathered inside a host by W broadcasts, which then take less time than gloo's gather."""
 
 
-class ProcessGroupCommunicator:
+class ProcessGroupCommunicator(Communicator):
     """A communicator over a torch process group of at least two ranks."""
 
     _recorder: CallRecorder | None = None
@@ -44,8 +44,9 @@ class ProcessGroupCommunicator:
     def __init__(self, group: dist.ProcessGroup, name: str, peers: PeerMonitor | None) -> None:
         # torch owns the group: a strong reference would keep its threads alive after destroy_process_group()
         self._reference = weakref.ref(group)
-        self._rank = dist.get_rank(group)
-        self._size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
         self._name = name
         self._peers = peers
         self._recent: deque[tuple[str, str]] = deque(maxlen=RECENT)
@@ -61,7 +62,7 @@ class ProcessGroupCommunicator:
         if self._recorder is None:
             return self._launch_unrecorded(kind, label, tensor, launch, nbytes)
         total = (tensor.nbytes if nbytes is None else nbytes) * (2 if kind == "all_reduce" else 1)
-        received = total if kind == "broadcast" else total * (self._size - 1) // self._size
+        received = total if kind == "broadcast" else total * (self.size - 1) // self.size
         return self._recorder.launch(kind, label, received, lambda: self._launch_unrecorded(kind, label, tensor, launch, nbytes))
 
     def _launch_unrecorded(self, kind: str, label: str, tensor: Tensor, launch: Callable[[Any], Any], nbytes: int | None) -> Work:
@@ -98,26 +99,14 @@ class ProcessGroupCommunicator:
             )
         return group
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(dist.get_process_group_ranks(self.group))
-
     def supports_device(self, device: torch.device) -> bool:
         return any(device.type == known.type for known in self.group._device_types)
 
     def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
         if own is None:
             unsharded = as_bytes(unsharded)
-            chunk = unsharded.numel() // self._size
-            own = unsharded.narrow(0, self._rank * chunk, chunk)
+            chunk = unsharded.numel() // self.size
+            own = unsharded.narrow(0, self.rank * chunk, chunk)
         if unsharded.device.type == "cpu":
             return self._all_gather_on_host(unsharded, label, own)
         return self._launch("all_gather", label, unsharded, lambda group: group._allgather_base(unsharded, own, _GATHER))
@@ -154,13 +143,13 @@ class ProcessGroupCommunicator:
         return bucket.nbytes if fixed_order else 0
 
     def all_reduce_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
-        chunk = -(-tensor.numel() // self._size)
-        return 2 * self._size * chunk * tensor.element_size() if fixed_order else 0
+        chunk = -(-tensor.numel() // self.size)
+        return 2 * self.size * chunk * tensor.element_size() if fixed_order else 0
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         if fixed_order and op == "sum":
             gather = partial(self.all_gather, label=label)
-            return all_reduce_by_exchange(partial(self._exchange, label), gather, tensor, self._rank, self._size)
+            return all_reduce_by_exchange(partial(self._exchange, label), gather, tensor, self.rank, self.size)
         options = c10d.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
         options.asyncOp = True
@@ -172,7 +161,7 @@ class ProcessGroupCommunicator:
 
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
         if dist.get_backend(self.group) == "fake":
-            return [thing] * self._size  # a fake group has no peers: all ranks are taken to be alike
+            return [thing] * self.size  # a fake group has no peers: all ranks are taken to be alike
         with torch.device("cpu"):  # the caller may build its model under torch.device("meta")
             pickled = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
             sizes = self._gather_rows(torch.tensor([pickled.numel()]), label).view(-1).tolist()
@@ -182,11 +171,11 @@ class ProcessGroupCommunicator:
     def _gather_rows(self, row: Tensor, label: str) -> Tensor:
         """Gather a row (N,) of each rank, and wait: (W, N), on the host."""
         row = row.to(c10d._get_object_coll_device(self.group))
-        rows = row.new_empty(self._size * row.numel())
+        rows = row.new_empty(self.size * row.numel())
         # the same call whatever the size, so that a save every few steps is predicted
         work = self._launch(OBJECTS, label, rows, lambda group: group._allgather_base(rows, row, _GATHER), nbytes=0)
         work.wait()
-        return rows.view(self._size, -1).cpu()
+        return rows.view(self.size, -1).cpu()
 
     # on the host, and in a fixed order ----------------------------------------------------
 
@@ -267,7 +256,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
         self._on_one_host = peers.count_hosts() == 1
 
     def _all_gather_on_host(self, unsharded: Tensor, label: str, own: Tensor) -> Work:
-        if self._size == 2:
+        if self.size == 2:
             return self._launch("all_gather", label, unsharded, partial(self._swap, own, self._of_peer(unsharded)))
         chunk = own.numel()
         if chunk >= _LARGE and self._on_one_host:
@@ -276,24 +265,24 @@ class GlooCommunicator(ProcessGroupCommunicator):
         return self._launch("all_gather", label, unsharded, lambda group: group._allgather_base(unsharded, own, _GATHER))
 
     def _reduce_scatter_on_host(self, bucket: Tensor, into: Tensor, label: str) -> Work:
-        if self._size > 2:
+        if self.size > 2:
             return reduce_scatter_by_exchange(partial(self._exchange, label), bucket, into)
         received = torch.empty_like(into)
         work = self._launch("reduce_scatter", label, bucket, partial(self._swap, self._of_peer(bucket), received))
-        return AllToAllReduceScatter(work, received, into, bucket.narrow(0, self._rank * into.numel(), into.numel()))
+        return AllToAllReduceScatter(work, received, into, bucket.narrow(0, self.rank * into.numel(), into.numel()))
 
     def _scratch_bytes_on_host(self, bucket: Tensor) -> int:
-        return bucket.nbytes // (2 if self._size == 2 else 1)
+        return bucket.nbytes // (2 if self.size == 2 else 1)
 
     def _of_peer(self, both: Tensor) -> Tensor:
         """The other rank's chunk in a tensor of two."""
         chunk = both.numel() // 2
-        return both.narrow(0, (1 - self._rank) * chunk, chunk)
+        return both.narrow(0, (1 - self.rank) * chunk, chunk)
 
     def _swap(self, mine: Tensor, theirs: Tensor, group: dist.ProcessGroup) -> Any:
         """Send `mine` to the other of two ranks, and receive `theirs` from it."""
         count = mine.numel()
-        lengths = [count * self._rank, count * (1 - self._rank)]
+        lengths = [count * self.rank, count * (1 - self.rank)]
         return group.alltoall_base(theirs, mine, lengths, lengths, _EXCHANGE)
 
 

@@ -17,9 +17,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fsdp.comm.communicator import CallRecorder, ReduceOp, as_bytes
+from fsdp.comm.communicator import CallRecorder, Communicator, ReduceOp, as_bytes
 from fsdp.comm.failure.desync import RECENT
-from fsdp.comm.failure.pending_call import Wait, remedies_for
+from fsdp.comm.failure.pending_call import remedies_for
 from fsdp.comm.simulated_group import torch_groups
 from fsdp.comm.simulated_ops import (
     Buffer,
@@ -129,7 +129,7 @@ class SimulatedRank:
         self._world.switch(self.rank)
 
 
-class SimulatedCommunicator:
+class SimulatedCommunicator(Communicator):
     """One rank's end of a communicator in the simulated world.
 
     Outputs are overwritten with 0xFF bytes (NaN) by the call, and inputs are read only when the data moves. So a buffer that is
@@ -235,18 +235,6 @@ class SimulatedCommunicator:
         """From now on, launch collectives through `recorder`. None: launch them directly."""
         self._recorder = recorder
 
-    def waits(self) -> Wait | None:
-        """None: the world finds every wait that cannot end, and others take no time."""
-        return None
-
-    def epoch(self) -> int:
-        """Zero: the world counts epochs by itself."""
-        return 0
-
-    def announce_restart(self, unit: str) -> PeerFailed | None:
-        """None: the world finds every wait that cannot end."""
-        return None
-
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """This rank makes no more calls in this epoch. Ranks that wait for it raise PeerFailed."""
         rank, epoch = self.ranks[self.rank], self._epoch + 1
@@ -254,13 +242,6 @@ class SimulatedCommunicator:
         if isinstance(failure, PeerFailed):  # the first cause, for ranks that wait for this one
             what = Abandoned(epoch, failure.rank, failure.unit, failure.reason)
         self._world.abandon(self.name, self.ranks, rank, what)
-
-    def find_failed_peer(self) -> WorldError | None:
-        """None: no backend fails here."""
-        return None
-
-    def completed(self) -> None:
-        """Do nothing: the world needs no count."""
 
     def reconnect(self) -> None:
         """After an abandoned step: wait for the other ranks."""

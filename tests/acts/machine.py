@@ -142,7 +142,7 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
             moment in HOOKS and (act == STEP or any(differs(act, inside, self.door, self.size) for inside in INSIDE))
         )
         known = known or (nests and self.looks) or (looks and self.nests)
-        known = known or (self.is_late(act) and (self.keeps or not self.syncs))
+        known = known or (self.is_late(act, moment) and (self.keeps or not self.syncs))
         # torch fails to detach a DTensor in inference mode, in which the act may come
         known = known or (self.door == "fully_shard" and act == DETACHED)
         known = known or (act == PUT_BACK and self.keeps_unsharded) or (act == KEEP and self.puts_back)
@@ -160,7 +160,7 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
             self.hooks |= moment in HOOKS
             self.uses_in_hook |= moment in HOOKS and act in USES
             self.of_all_gradients |= moment == POST and act in OF_ALL_GRADIENTS
-            self.late |= self.is_late(act)
+            self.late |= self.is_late(act, moment)
             self.goes_back |= act == BACKWARD
             self.keeps_unsharded |= act == KEEP
             self.puts_back |= act == PUT_BACK
@@ -170,9 +170,11 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         self.program.append(Undo())
         self.late = False
 
-    def is_late(self, act: str) -> bool:
-        """Whether an act, or what it sets, is different from plain torch where gradients are kept."""
-        return act == POST_HOOK or differs(act, "between micro-batches", self.door, self.size)
+    def is_late(self, act: str, moment: str = "") -> bool:
+        """Whether an act, or what it sets, is different from plain torch where gradients are kept: hooks see their sum."""
+        return (
+            act == POST_HOOK or (act == ONES and moment in HOOKS) or differs(act, "between micro-batches", self.door, self.size)
+        )
 
     def clashes(self, act: str) -> bool:
         """Whether the programs leave out this act after those so far.

@@ -136,9 +136,7 @@ _PUT_IN: Final = (
 )
 _PEER: Final = "through the doors of FSDP1, FSDP2 and fairscale it raises an error of another class, or of torch"
 _DTENSOR: Final = "through the door of FSDP2 `p.data = x` changes no DTensor, as in torch, and the next forward refuses it"
-_CONVERTED: Final = (
-    "inside a forward, a hook or a recompute a conversion is lost, or torch's error; under no_sync it is refused late"
-)
+_CONVERTED: Final = "in a tensor hook a conversion is torch's error; under no_sync it is refused late"
 OUTSIDE: Final = tuple(moment for moment in MOMENTS if moment not in MOMENTS_OF_HOOKS)
 _IN_FORWARDS: Final = ("in a pre-hook", "inside a forward")
 _WHOLE: Final = ("NO_SHARD", "ddp")
@@ -229,7 +227,7 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...
     (_PEER, tuple(one for one in MOMENTS if one != "in a recompute"), ("look a row up with max_norm",), ("fully_shard",)),
     (
         _CONVERTED,
-        (*_IN_FORWARDS, "in a tensor hook", "in a recompute", "between micro-batches"),
+        ("in a tensor hook", "between micro-batches"),
         ("convert the model",),
         (*_OWN, "fairscale"),
     ),
@@ -241,11 +239,11 @@ UNSEEN: Final = {
         *("replace p.grad by its half", "scale p.grad in place", "scale p.grad.data in place", "zero p.grad in place"),
         *("delete p.grad", "put a kept p.grad in again", "add the gradient to a weight", "read p.grad.shape"),
         *("read the value of a gradient", "read which parameters have a gradient", "read the norm of every gradient"),
-        *("set p.grad_dtype", "add a post-accumulate hook"),
+        *("set p.grad_dtype", "add a post-accumulate hook", "convert the model"),
     )
 } | {("set p.grad to ones", "in a recompute")}
 """Pairs that are different where an earlier backward has left gradients, which the programs of the table do not: what a module
-shows then is an unsharded parameter, whose `.grad` is None. Python finds `.grad` on the class, and a class of our own would make
+shows then is an unsharded parameter, of which a conversion is lost, and whose `.grad` is None. Python finds `.grad` on the class, and a class of our own would make
 every use of a parameter slower, see use_after_free.py."""
 DIFFERS: Final = {
     (act, moment, door): reason

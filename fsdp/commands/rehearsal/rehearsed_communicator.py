@@ -68,7 +68,7 @@ class RehearsedCommunicator(SingleRankCommunicator):
     """One rank's end of a communicator."""
 
     def __init__(self, played: RehearsedRank, ranks: tuple[int, ...]) -> None:
-        self.size: int = len(ranks)  # type: ignore[misc]  # one rank has a communicator of its own class
+        self.size = len(ranks)
         self._played = played
         self.ranks = ranks
 
