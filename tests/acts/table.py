@@ -242,9 +242,9 @@ UNSEEN: Final = {
         *("set p.grad_dtype", "add a post-accumulate hook", "convert the model"),
     )
 } | {("set p.grad to ones", "in a recompute")}
-"""Pairs that are different where an earlier backward has left gradients, which the programs of the table do not: what a module
-shows then is an unsharded parameter, of which a conversion is lost, and whose `.grad` is None. Python finds `.grad` on the class, and a class of our own would make
-every use of a parameter slower, see use_after_free.py."""
+"""Pairs that are different where an earlier backward has left gradients, or another act comes before, which the programs of the
+table do not have: modules show unsharded parameters then, whose `.grad` is None, and of which a conversion is lost. Python finds
+`.grad` on the class, and a class of our own would make every use of a parameter slower, see use_after_free.py."""
 DIFFERS: Final = {
     (act, moment, door): reason
     for reason, moments, acts, doors in _DIFFER
