@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
+from fsdp.comm.failure.peer_monitor import PeerMonitor
 from fsdp.comm.failure.pending_call import Wait
 from fsdp.comm.work import DONE, CopyBack, Work
 from fsdp.errors import PeerFailed, WorldError
@@ -28,13 +29,18 @@ class CallRecorder(Protocol):
 class Communicator(Protocol):
     """Collectives among the ranks of one group, one after the other. `label` names the unit in errors and traces.
 
-    What looks for ranks that have failed does nothing here.
+    What looks for ranks that have failed does nothing without a monitor.
     """
+
+    name: str = ""
 
     rank: int
     size: int
     ranks: tuple[int, ...]
     """The numbers of its ranks among all of the program; none of a rank that is alone."""
+    monitor: PeerMonitor | None = None
+    """Finds out whether its other ranks have failed."""
+    _recorder: CallRecorder | None = None
 
     def supports_device(self, device: torch.device) -> bool:
         """Whether tensors on `device` can be communicated."""
@@ -89,38 +95,49 @@ class Communicator(Protocol):
 
     def set_recorder(self, recorder: CallRecorder | None) -> None:
         """From now on, launch collectives through `recorder`. None: launch them directly."""
-        return
+        self._recorder = recorder
 
     def waits(self) -> Wait | None:
         """Return in which call this rank has waited since when for which ranks; None unless it waits long."""
-        return None
+        wait = None if self.monitor is None else self.monitor.detector.wait
+        return None if wait is None or wait.pending.comm != self.name else wait
 
     def epoch(self) -> int:
         """Return a number that increases with every abandoned step of any model on this communicator."""
-        return 0
+        return 0 if self.monitor is None else self.monitor.epoch
 
     def announce_restart(self, unit: str) -> PeerFailed | None:
         """Announce a forward that begins although the previous one had no backward. Returns when all ranks have done so.
 
         If the other ranks are in the backward of the previous forward, they abandon it with an error, which is returned here.
         """
-        return None
+        return None if self.monitor is None else self.monitor.announce_restart(self.name, unit)
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """Notify the other ranks, which may wait for this one, that it abandons a step. Does not wait for them."""
-        return
+        if self.monitor is not None:
+            self.monitor.abandon(unit, failure)
 
     def find_failed_peer(self) -> WorldError | None:
         """Return the error about another rank that has ended or has abandoned the step, if there is one. Does not wait."""
+        try:
+            if self.monitor is not None:
+                self.monitor.check_peers(broken=False)
+        except WorldError as reason:
+            return reason
+        except RuntimeError:  # the store has gone
+            return None
         return None
 
     def completed(self) -> None:
         """Count a backward that ended without an error."""
-        return
+        if self.monitor is not None:
+            self.monitor.backward_completed()
 
     def reconnect(self) -> None:
         """After an abandoned step: wait for the other ranks, and connect to them for the next step."""
-        return
+        if self.monitor is not None and self.monitor.down:
+            self.monitor.reconnect()
 
 
 class CarriesHostTensors:

@@ -133,8 +133,7 @@ def open_routed(group: dist.ProcessGroup | None, comms: CommContext) -> tuple[An
         one.beside.add(comms.each().values())
         _join_waits(comms)
         return one, comms
-    joint = comms.joint
-    peers = _peers_in(joint.group) if isinstance(joint, ProcessGroupCommunicator) else None
+    peers = comms.joint.monitor
     if isinstance(peers, DevicePeerMonitor) and _carries_on_device(one):
         peers.expect_uncounted_launches()
         if one not in _abortable:
@@ -145,10 +144,8 @@ def open_routed(group: dist.ProcessGroup | None, comms: CommContext) -> tuple[An
 
 def _join_waits(comms: CommContext) -> None:
     """Let the ranks of all groups of a root find out that they wait for each other."""
-    known = [comm.monitor for comm in comms.each().values() if isinstance(comm, ProcessGroupCommunicator)]
-    monitors = [one for one in known if one is not None]
-    joint = comms.joint.monitor if isinstance(comms.joint, ProcessGroupCommunicator) else None
-    if joint is not None:
+    monitors = [comm.monitor for comm in comms.each().values() if comm.monitor is not None]
+    if (joint := comms.joint.monitor) is not None:
         for one in monitors:
             one.joint_waits = JointWaits(joint, monitors)
 

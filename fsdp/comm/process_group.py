@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp.autograd.frames import in_backward
-from fsdp.comm.communicator import CallRecorder, CarriesHostTensors, Communicator, ReduceOp, as_bytes
+from fsdp.comm.communicator import CarriesHostTensors, Communicator, ReduceOp, as_bytes
 from fsdp.comm.failure.desync import RECENT, WatchedWork
 from fsdp.comm.failure.peer_monitor import PeerMonitor
-from fsdp.comm.failure.pending_call import OBJECTS, PendingCall, Wait, names_a_unit
+from fsdp.comm.failure.pending_call import OBJECTS, PendingCall, names_a_unit
 from fsdp.comm.work import AllToAllReduceScatter, Work, WorkBatch, all_reduce_by_exchange, reduce_scatter_by_exchange
-from fsdp.errors import PeerFailed, ShardingError, WorldError
+from fsdp.errors import ShardingError
 
 # The three collectives of every step are methods of the group itself: torch's functions around them cost 3 to 5 µs a call, and
 # 2.13 renamed two of them, while the group's methods have had the same names since 2.11.
@@ -39,20 +39,15 @@ _LARGE: Final = 2**16
 class ProcessGroupCommunicator(Communicator):
     """A communicator over a torch process group of at least two ranks."""
 
-    _recorder: CallRecorder | None = None
-
     def __init__(self, group: dist.ProcessGroup, name: str, peers: PeerMonitor | None) -> None:
         # torch owns the group: a strong reference would keep its threads alive after destroy_process_group()
         self._reference = weakref.ref(group)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
-        self._name = name
-        self._peers = peers
+        self.name = name
+        self.monitor = peers
         self._recent: deque[tuple[str, str]] = deque(maxlen=RECENT)
-
-    def set_recorder(self, recorder: CallRecorder | None) -> None:
-        self._recorder = recorder
 
     def _launch(self, kind: str, label: str, tensor: Tensor, launch: Callable[[Any], Any], nbytes: int | None = None) -> Work:
         """Launch a collective, which every rank must call. On a device, its `wait` makes a stream wait and not the host.
@@ -67,13 +62,13 @@ class ProcessGroupCommunicator(Communicator):
 
     def _launch_unrecorded(self, kind: str, label: str, tensor: Tensor, launch: Callable[[Any], Any], nbytes: int | None) -> Work:
         self._recent.append((kind, label))
-        group, peers = self.group, self._peers
+        group, peers = self.group, self.monitor
         if peers is None:
             work: Work = launch(group)
             return work
         if peers.down or peers.pending_error is not None:
             peers.reconnect()
-        name = self._name
+        name = self.name
         if kind == "all_gather" and not torch.is_grad_enabled() and not in_backward() and names_a_unit(label):
             peers.sequences[name].count_evaluation()
         describe = peers.sequences[name].check_call(kind, label, tensor.nbytes if nbytes is None else nbytes)
@@ -87,8 +82,8 @@ class ProcessGroupCommunicator(Communicator):
 
     def _explain(self, failure: RuntimeError, describe: Callable[[], PendingCall]) -> None:
         """Raise the reason why a call could not be launched, if a peer is the reason."""
-        if self._peers is not None:
-            self._peers.detector.explain_failure(failure, describe().where)
+        if self.monitor is not None:
+            self.monitor.detector.explain_failure(failure, describe().where)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -192,47 +187,8 @@ class ProcessGroupCommunicator(Communicator):
         """Send chunk r of `sent` to rank r. Chunk r of `received` comes from rank r."""
         return self._launch("reduce_scatter", label, sent, lambda group: group.alltoall_base(received, sent, [], [], _EXCHANGE))
 
-    @property
-    def monitor(self) -> PeerMonitor | None:
-        """The monitor of its ranks."""
-        return self._peers
-
-    # failures: see PeerMonitor ------------------------------------------------------------
-
     def recent(self) -> Sequence[str]:
         return [f"{kind} {label}" for kind, label in self._recent]
-
-    def waits(self) -> Wait | None:
-        wait = None if self._peers is None else self._peers.detector.wait
-        return None if wait is None or wait.pending.comm != self._name else wait
-
-    def epoch(self) -> int:
-        return 0 if self._peers is None else self._peers.epoch
-
-    def announce_restart(self, unit: str) -> PeerFailed | None:
-        return None if self._peers is None else self._peers.announce_restart(self._name, unit)
-
-    def abandon(self, unit: str, failure: BaseException | None) -> None:
-        if self._peers is not None:
-            self._peers.abandon(unit, failure)
-
-    def find_failed_peer(self) -> WorldError | None:
-        try:
-            if self._peers is not None:
-                self._peers.check_peers(broken=False)
-        except WorldError as reason:
-            return reason
-        except RuntimeError:  # the store has gone
-            return None
-        return None
-
-    def completed(self) -> None:
-        if self._peers is not None:
-            self._peers.backward_completed()
-
-    def reconnect(self) -> None:
-        if self._peers is not None and self._peers.down:
-            self._peers.reconnect()
 
 
 class DeviceCommunicator(CarriesHostTensors, ProcessGroupCommunicator):

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fsdp.comm.communicator import CallRecorder, Communicator, ReduceOp, as_bytes
+from fsdp.comm.communicator import Communicator, ReduceOp, as_bytes
 from fsdp.comm.failure.desync import RECENT
 from fsdp.comm.failure.pending_call import remedies_for
 from fsdp.comm.simulated_group import torch_groups
@@ -146,7 +146,6 @@ class SimulatedCommunicator(Communicator):
         self._world = world
         self.ranks = ranks
         self._log = rank.log
-        self._recorder: CallRecorder | None = None
         self._epoch = 0
         self._called = 0
 
@@ -230,10 +229,6 @@ class SimulatedCommunicator(Communicator):
     def recent(self) -> list[str]:
         """Return the last calls, oldest first."""
         return [f"{call.kind} {call.label}" for call in self._log if call.comm == self.name][-RECENT:]
-
-    def set_recorder(self, recorder: CallRecorder | None) -> None:
-        """From now on, launch collectives through `recorder`. None: launch them directly."""
-        self._recorder = recorder
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """This rank makes no more calls in this epoch. Ranks that wait for it raise PeerFailed."""

@@ -469,7 +469,7 @@ def test_a_backend_that_coalesces_is_given_all_buckets_between_a_beginning_and_a
             return "work"
 
     channel = object.__new__(ProcessGroupCommunicator)
-    channel._recent, channel._peers, channel.size = deque(), None, 2  # type: ignore[misc]
+    channel._recent, channel.monitor, channel.size = deque(), None, 2  # type: ignore[misc]
     monkeypatch.setattr(ProcessGroupCommunicator, "group", property(lambda _: Group()))
     meta = torch.device("meta")
     assert (

@@ -477,7 +477,7 @@ def test_nobody_looks_after_a_group_that_was_closed() -> None:
 def test_what_is_on_a_device_is_counted_and_what_is_on_the_host_is_not() -> None:
     (one,) = ranks_that_launched(size=1)
     channel = ProcessGroupCommunicator.__new__(ProcessGroupCommunicator)
-    channel._recent, channel._peers, channel._name = [], one.lines, "shard"  # type: ignore[assignment]
+    channel._recent, channel.monitor, channel.name = [], one.lines, "shard"  # type: ignore[assignment]
     channel._reference = lambda: one  # type: ignore[assignment, return-value]
     launch: Callable[[object], object] = lambda group: DONE  # noqa: E731
     channel._launch("all_gather", "a", torch.empty(2), launch)
