@@ -140,6 +140,8 @@ class SimulatedCommunicator(Communicator):
     """
 
     def __init__(self, world: "_World", rank: SimulatedRank, name: str, ranks: tuple[int, ...]) -> None:
+        self._here = rank
+        self._family = name
         self.rank = ranks.index(rank.rank)
         self.size = len(ranks)
         self.name = name
@@ -216,6 +218,13 @@ class SimulatedCommunicator(Communicator):
         side = Side(f"broadcast({label!r}, {describe(tensor)}, from rank {source})", label, move, (buffer,))
         return self._launch("broadcast", side, 0 if self.rank == source else tensor.nbytes)
 
+    def message(self, tensor: Tensor, source: int, target: int, tag: int) -> Work:
+        """Send `tensor` (any shape) from rank `source` to rank `target`, which both call this, in the order of their messages."""
+        ranks = sorted((self.ranks[source], self.ranks[target]))
+        pair = self._here.comm(f"{self.name}, messages {tag} from {source} to {target}", ranks)
+        pair._family = self._family
+        return pair.broadcast(tensor, ranks.index(self.ranks[source]), "message")
+
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
         """Wait for the `thing` of every rank, and return all, by rank. They are pickled, so that ranks share no object."""
         side = Side(f"gather_objects({label!r})", label, lambda sides: None, pickled=pickle.dumps(thing))
@@ -236,11 +245,11 @@ class SimulatedCommunicator(Communicator):
         what = Abandoned(epoch, rank, unit, "it was ended" if failure is None else _quote(failure))
         if isinstance(failure, PeerFailed):  # the first cause, for ranks that wait for this one
             what = Abandoned(epoch, failure.rank, failure.unit, failure.reason)
-        self._world.abandon(self.name, self.ranks, rank, what)
+        self._world.abandon(self._family, self.ranks, rank, what)
 
     def reconnect(self) -> None:
         """After an abandoned step: wait for the other ranks."""
-        if self._world.epoch_of(self.name, self.ranks[self.rank]) != self._epoch:
+        if self._world.epoch_of(self._family, self.ranks[self.rank]) != self._epoch:
             self.gather_objects(None, "the next step")
 
     def _launch(self, kind: str, side: Side, received: int) -> Work:
@@ -251,11 +260,12 @@ class SimulatedCommunicator(Communicator):
     def _launch_unrecorded(self, kind: str, side: Side, received: int) -> "_PendingWork":
         self._log.append(Call(self.name, kind, side.label, received))
         rank = self.ranks[self.rank]
-        epoch = self._world.epoch_of(self.name, rank)
+        epoch = self._world.epoch_of(self._family, rank)
         if epoch != self._epoch:
             self._epoch, self._called = epoch, 0
         number, self._called = self._called, self._called + 1
-        return _PendingWork(self._world, rank, self._world.launch(rank, Operation(self.name, self.ranks, epoch, number), side))
+        operation = Operation(self.name, self._family, self.ranks, epoch, number)
+        return _PendingWork(self._world, rank, self._world.launch(rank, operation, side))
 
 
 class Abandoned(NamedTuple):
@@ -305,7 +315,7 @@ class _World:
         self._operations: dict[tuple[str, int, int], Operation] = {}
         """The operations whose data has not moved."""
         self._abandoned: dict[tuple[str, int], Abandoned] = {}
-        """By communicator and rank."""
+        """By family of communicators and rank."""
         self.evaluations = Evaluations()
         self._complete: list[Operation] = []
         self._broken: dict[str, Operation] = {}
@@ -362,18 +372,18 @@ class _World:
         self._rank_slots[rank].end()
         self._pass_turn(self._choose())
 
-    def epoch_of(self, comm: str, rank: int) -> int:
-        """The number of steps that a rank has abandoned on a communicator."""
-        abandoned = self._abandoned.get((comm, rank))
+    def epoch_of(self, family: str, rank: int) -> int:
+        """The number of steps that a rank has abandoned on a family of communicators."""
+        abandoned = self._abandoned.get((family, rank))
         return abandoned.epoch if abandoned is not None else 0
 
-    def abandon(self, comm: str, ranks: tuple[int, ...], rank: int, what: Abandoned) -> None:
+    def abandon(self, family: str, ranks: tuple[int, ...], rank: int, what: Abandoned) -> None:
         """End the epoch of `rank`: it will make no call that others have made in it."""
-        self._abandoned[comm, rank] = what
-        oldest = min(self.epoch_of(comm, one) for one in ranks)
-        for operation in [one for one in self._operations.values() if one.comm == comm and one.epoch < oldest]:
+        self._abandoned[family, rank] = what
+        oldest = min(self.epoch_of(family, one) for one in ranks)
+        for operation in [one for one in self._operations.values() if one.family == family and one.epoch < oldest]:
             if not operation.complete:  # it never will be: all its ranks are in later epochs
-                del self._operations[comm, *operation.order]
+                del self._operations[operation.comm, *operation.order]
 
     def launch(self, rank: int, new: Operation, side: Side) -> Operation:
         """Add the call of `rank` to the operation that other ranks have begun there, or to `new`. Another rank may take over."""
@@ -485,7 +495,7 @@ class _World:
                 text = f"Rank {rank} failed with {_quote(failure)}, and never called {operation.name}."
                 return PeerFailed(text, rank, None, _quote(failure))
         for rank in absent:
-            step = self._abandoned.get((operation.comm, rank))
+            step = self._abandoned.get((operation.family, rank))
             if step is not None and step.epoch > operation.epoch:
                 where = "" if step.unit is None else f" in unit {step.unit!r}"
                 whom = "It" if step.rank == rank else f"Rank {rank}"

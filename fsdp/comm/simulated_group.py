@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 from torch.utils._pytree import tree_leaves
 
-from fsdp.comm.routed_group import Beside
+from fsdp.comm.routed_group import Beside, RoutedWork
 from fsdp.errors import ShardingError, WorldError
 
 c10d_bindings: Any = torch._C._distributed_c10d
@@ -255,6 +255,19 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return _done([output])
 
     alltoall_base = all_to_all_single
+
+    @_of_ordinary_tensors
+    def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> RoutedWork:
+        work = self.comm.message(tensors[0].contiguous(), self.comm.rank, target, tag)
+        return RoutedWork(work, work, self.beside)
+
+    @_of_ordinary_tensors
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> RoutedWork:
+        work = self.comm.message(tensors[0], source, self.comm.rank, tag)
+        return RoutedWork(work, work, self.beside)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
 
     @_of_ordinary_tensors
     def barrier(self, opts: Any = None) -> Any:

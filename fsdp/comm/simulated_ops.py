@@ -18,10 +18,12 @@ from fsdp.errors import ShardingError, WorldError, name_ranks
 class Operation:
     """The collective that `ranks` run together at one position of one communicator, in one epoch."""
 
-    __slots__ = ("comm", "complete", "epoch", "fault", "moved", "number", "pickled", "ranks", "reported", "sides")
+    __slots__ = ("comm", "complete", "epoch", "family", "fault", "moved", "number", "pickled", "ranks", "reported", "sides")
 
-    def __init__(self, comm: str, ranks: tuple[int, ...], epoch: int, number: int) -> None:
+    def __init__(self, comm: str, family: str, ranks: tuple[int, ...], epoch: int, number: int) -> None:
         self.comm = comm
+        self.family = family
+        """The communicator whose steps a rank abandons."""
         self.ranks = ranks
         self.epoch = epoch
         self.number = number

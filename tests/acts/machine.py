@@ -148,10 +148,10 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         known = known or (act == PUT_BACK and self.keeps_unsharded) or (act == KEEP and self.puts_back)
         known = known or self.clashes(act)
         # a forward inside a forward of the same unit fails there
-        known = known or (self.door == "fairscale" and act == ONE_MODULE and moment in INSIDE)
+        inside = (act == ONE_MODULE and moment in INSIDE) or (nests and self.hooks) or (moment in HOOKS and self.nests)
+        known = known or (self.door == "fairscale" and inside)
         # the plain player leaves out a backward that ranks refuse, with the gradients that an earlier hook has used
         known = known or (moment in HOOKS and (act in USES or self.uses_in_hook) and self.hooks)
-        known = known or (self.door == "fairscale" and ((nests and self.hooks) or (moment in HOOKS and self.nests)))
         known = known or (moment == POST and act in OF_ALL_GRADIENTS and POST_HOOK in self.used)
         self.nests, self.looks = self.nests or nests, self.looks or looks
         if not known and has_moment(moment, self.door, self.size):

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp
+from tests.comm.failure.dimension_programs import STAGES, stage_retried
+from tests.compat.fsdp2 import pipeline_program as pipeline
 from tests.support.ranks import on_ranks
 
 
@@ -120,6 +122,37 @@ def test_a_group_has_some_of_the_ranks() -> None:
         return tensor.tolist()
 
     assert fsdp.simulate(4, program) == [[2.0, 18.0], [4.0, 16.0]] * 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", [*pipeline.SCHEDULES, *pipeline.ZERO_BUBBLE])
+def test_schedules_of_pipelines_train_as_one_process(kind: str, seed: int) -> None:
+    found = fsdp.simulate(4, lambda rank: pipeline.train(fsdp, kind, rank, 4, 2), seed=seed)
+    model = nn.Sequential(*pipeline.layers(len({name for one in found for name in one["params"]}) // 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(3):
+        generators = [torch.Generator().manual_seed(10 * step + rank) for rank in range(2)]
+        data = torch.cat([torch.randn(2, 2 * pipeline.MICRO_BATCHES, pipeline.WIDTH, generator=one) for one in generators], 1)
+        nn.functional.mse_loss(model(data[0]), data[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for one in found:
+        wanted = {name: model.state_dict()[name] for name in one["params"]}
+        torch.testing.assert_close(one["params"], wanted, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("stage", [one for one in STAGES if one != ("backward", 0, 3)])  # the other has completed the step then
+def test_a_rank_of_a_pipeline_that_fails_is_named_and_the_step_is_done_again(stage: tuple[str, int, int], seed: int) -> None:
+    found, wanted = (fsdp.simulate(4, lambda rank, one=one: stage_retried(*one), seed=seed) for one in (stage, ("", None, 0)))
+    for rank, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert [told[0:3:2] for told in one.told] == [("Mine", None) if rank == stage[1] else ("PeerFailed", stage[1])]
+        assert one.losses == other.losses and all(map(torch.equal, one.weights, other.weights))
+
+
+def test_messages_that_nobody_receives_are_found() -> None:
+    with pytest.raises(fsdp.WorldError, match=r"Rank 0 waits for broadcast\('message', .*, messages 0 from 1 to 0'"):
+        fsdp.simulate(2, lambda rank: dist.recv(torch.zeros(2), 1 - rank))
 
 
 def test_ranks_that_call_different_collectives_get_an_error() -> None:

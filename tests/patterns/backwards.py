@@ -114,6 +114,15 @@ class Force(nn.Module):
         return energy, torch.autograd.grad(energy, x, retain_graph=True, create_graph=self.has_graph)[0]
 
 
+def forces(run: Run, module: Force) -> Yields:
+    model = run.shard(module, {Block, Net})
+    for step in range(2):
+        energy, force = model(run.data(step, 2, WIDTH))
+        run.note("force", force)
+        (energy + loss_of(force) if module.has_graph else energy).backward()
+        yield
+
+
 @pattern(
     "torch.autograd.grad inside a forward",
     "a backward through units while the root's forward runs, then the training one",
@@ -122,12 +131,7 @@ class Force(nn.Module):
     cost="2 steps: 3 forward, 3 for the force, which reduces nothing, 3 backward; the root has no own",
 )
 def _(run: Run) -> Yields:
-    model = run.shard(Force(), {Block, Net})
-    for step in range(2):
-        energy, force = model(run.data(step, 2, WIDTH))
-        run.note("force", force)
-        energy.backward()
-        yield
+    yield from forces(run, Force())
 
 
 class Nonlinear(nn.Module):
@@ -391,12 +395,7 @@ class TrainedForce(Force):
     cost="2 steps: 3 forward, 3 for the force, which reduces nothing, 3 backward; the root has no own",
 )
 def _(run: Run) -> Yields:
-    model = run.shard(TrainedForce(), {Block, Net})
-    for step in range(2):
-        energy, force = model(run.data(step, 2, WIDTH))
-        run.note("force", force)
-        (energy + loss_of(force)).backward()
-        yield
+    yield from forces(run, TrainedForce())
 
 
 @pattern(

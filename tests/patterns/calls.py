@@ -116,6 +116,16 @@ def _(run: Run) -> Yields:
         yield
 
 
+def one_unit_in_step(run: Run, number: int) -> Yields:
+    model = run.shard(Net(), {Block})
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        train(model.blocks[number] if step == number else model, run.data(step, 2, WIDTH))
+        yield
+        optimizer.step()
+
+
 @pattern(
     "a unit trained directly before the root ever ran",
     "engines find out who is the root in its first forward",
@@ -124,13 +134,7 @@ def _(run: Run) -> Yields:
     cost="one unit forward and backward, then ordinary steps",
 )
 def _(run: Run) -> Yields:
-    model = run.shard(Net(), {Block})
-    optimizer = sgd(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        train(model.blocks[0] if step == 0 else model, run.data(step, 2, WIDTH))
-        yield
-        optimizer.step()
+    yield from one_unit_in_step(run, 0)
 
 
 @pattern(
@@ -141,13 +145,7 @@ def _(run: Run) -> Yields:
     cost="ordinary steps, one unit forward and backward between them, and one in vain behind it",
 )
 def _(run: Run) -> Yields:
-    model = run.shard(Net(), {Block})
-    optimizer = sgd(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        train(model.blocks[1] if step == 1 else model, run.data(step, 2, WIDTH))
-        yield
-        optimizer.step()
+    yield from one_unit_in_step(run, 1)
 
 
 @pattern(

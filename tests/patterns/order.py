@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.patterns.harness import AVERAGE_ONLY, Run, Yields, pattern
-from tests.patterns.modules import WIDTH, Block, Net, loss_of, sgd, train
+from tests.patterns.modules import WIDTH, Block, Net, loss_of, passes, sgd, train
 
 # a Net of two blocks is three units: its own, which is kept from forward to backward, and two that are gathered for each
 
@@ -134,9 +134,7 @@ class Repeats(nn.Module):
 )
 def _(run: Run) -> Yields:
     model = run.shard(Repeats("aaab"), {Block})
-    for step in range(2):
-        loss_of(model(run.data(step, 2, WIDTH))).backward()
-        yield
+    yield from passes(run, model, 2)
 
 
 @pattern(

@@ -5,17 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from tests.support.models import (
-    CASES,
-    Case,
-    is_at_rest,
-    loss_of,
-    make_net,
-    two_units,
-    weights_of,
-    world_log,
-    wrap,
-)
+from tests.support.models import CASES, Case, Counting, is_at_rest, loss_of, make_net, two_units, weights_of, world_log, wrap
 from tests.support.ranks import on_ranks
 from tests.support.states import STATEFUL, assert_same_state, shifted
 
@@ -69,15 +59,6 @@ class TestFullStateDict:
 
     @on_ranks(2)
     def test_extra_state_of_modules_is_a_part_of_it(self, rank: int) -> None:
-        class Counting(nn.Linear):
-            count = 0
-
-            def get_extra_state(self) -> int:
-                return self.count
-
-            def set_extra_state(self, count: int) -> None:
-                self.count = count
-
         model, other = (fsdp.fully_shard(nn.Sequential(Counting(3, 3))) for _ in range(2))
         model[0].count = 7
         state = fsdp.full_state_dict(model)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from tests.support.models import CASES, Case, make_net, weights_of, wrap
+from tests.support.models import CASES, Case, Counting, make_net, weights_of, wrap
 from tests.support.optimizers import assert_same, in_groups, trained
 from tests.support.ranks import on_ranks
 from tests.support.states import STATEFUL, assert_same_state, shifted
@@ -93,15 +93,6 @@ def test_names_are_left_out_and_returned_as_torch_returns_them(other_ranks: str,
 
 @on_ranks(2)
 def test_one_of_two_tied_names_is_enough_and_extra_state_may_be_missing(rank: int) -> None:
-    class Counting(nn.Linear):
-        count = 0
-
-        def get_extra_state(self) -> int:
-            return self.count
-
-        def set_extra_state(self, count: int) -> None:
-            self.count = count
-
     model = nn.Sequential(Counting(3, 3), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
     model[0].count = 5

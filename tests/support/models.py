@@ -114,6 +114,18 @@ class Odd(nn.Module):
         return self.frozen(torch.tanh(self.inner(x))) * self.gain * self.wide.float()
 
 
+class Counting(nn.Linear):
+    """It has a count beside its parameters."""
+
+    count = 0
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, count: int) -> None:
+        self.count = count
+
+
 class Large(nn.Module):
     """A layer large enough to be gathered, divided and summed otherwise on the host."""
 

@@ -112,6 +112,9 @@ class RehearsedCommunicator(SingleRankCommunicator):
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
         return self._launch("broadcast", label, 0)
 
+    def message(self, tensor: Tensor, source: int, target: int, tag: int) -> Work:
+        return self.carry("message", 0 if source == self.rank else tensor.nbytes, "torch")
+
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
         """All ranks say the same. Tensors are what an all-to-all of torch sends, a part to each rank."""
         if isinstance(thing, list) and thing and all(isinstance(part, Tensor) for part in thing):

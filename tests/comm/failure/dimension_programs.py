@@ -330,8 +330,7 @@ def stage_retried(place: str, failing: int | None, micro_batch: int) -> Retried:
         found.losses.extend(loss.item() for loss in losses)
         optimizer.step()
         optimizer.zero_grad()
-    full = fsdp.full_state_dict(stage.module, rank0_only=False)
-    found.weights.extend(tensor.clone() for tensor in full.values())  # type: ignore[attr-defined]
+    found.weights.extend(full.clone() for _, full in fsdp.iter_full_params(stage.module))
     return found
 
 
