@@ -3,21 +3,17 @@
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial, wraps
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import pipelining
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
-from torch.torch_version import __version__ as torch_version
 
 from fsdp.comm.open_communicators import ProcessGroup, open_routed
 from fsdp.params.use_outside_forward import backward_without_a_loss
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_in, unit_ref_of
 from state_machine import Event, Request
-
-REPEATS: Final = torch_version < "2.15"
-"""Whether a step that failed can be done again. From torch 2.15 on, a new schedule connects its stages anew, and would wait."""
 
 
 class PipelineStage(pipelining.PipelineStage):
@@ -30,7 +26,8 @@ class PipelineStage(pipelining.PipelineStage):
 
     Memory: the unsharded gradients, until the last micro-batch.
 
-    A step that failed can be done again if there is one stage a rank, and none has completed the step. Not from torch 2.15 on.
+    A step that failed can be done again if there is one stage a rank, and none has completed the step: make the stage and the
+    schedule anew, because torch's keep losses and buffers of it.
 
     Make it after wrapping, on all ranks of the group alike: over gloo the group is routed, so that a rank that fails is named on
     the ranks of all stages. Communicates.
@@ -71,7 +68,7 @@ class PipelineStage(pipelining.PipelineStage):
         super().clear_runtime_states()
         for engine in self._engines():
             # a rank with several stages may have reduced the gradients of one when the step fails in another
-            engine.begin_pipeline_step(can_repeat=REPEATS and self.num_stages == self.group_size)
+            engine.begin_pipeline_step(can_repeat=self.num_stages == self.group_size)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, object], last_backward: bool = False

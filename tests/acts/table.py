@@ -260,7 +260,7 @@ ON_ONE_RANK: Final = {
 }
 """On one rank shards are ordinary tensors, of which torch counts no change through `.data`, and these strategies keep a copy."""
 
-ON_THREE_RANKS: Final = {("set p.grad_dtype", "in a tensor hook", "torch_fsdp")} | {
+ON_THREE_RANKS: Final = {("set p.grad_dtype", moment, "torch_fsdp") for moment in MOMENTS} | {
     (act, moment, door)
     for act in (
         *("replace p.data", "replace p.data, keep the old one", "put the kept p.data back"),
@@ -270,7 +270,8 @@ ON_THREE_RANKS: Final = {("set p.grad_dtype", "in a tensor hook", "torch_fsdp")}
     for door in ("torch_fsdp", "fairscale")
 }
 """Where shards are ordinary tensors, a rank that holds nothing of a parameter does not see that the others point it at other
-memory inside a forward: they gather its unit again, and all ranks get the error that they disagree. Nor do its hooks run."""
+memory inside a forward: they gather its unit again, and all ranks get the error that they disagree. Nor do its hooks run, nor
+has it a gradient, which torch refuses to have in another dtype."""
 
 
 def differs(act: str, moment: str, door: str, size: int) -> bool:

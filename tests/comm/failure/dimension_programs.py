@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -279,8 +278,11 @@ def make_stage() -> Staged:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     index, module = mesh["pp"].get_local_rank(), plain()
     fsdp.fully_shard(module, mesh=mesh["dp"], auto_wrap_policy={nn.Sequential}, sharding_strategy="SHARD_GRADIENTS")
-    stage = fsdp.PipelineStage(module, index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
-    make_schedule = partial(Schedule1F1B, stage, 4, loss_fn=lambda output, target: (output - target).square().mean())
+
+    def make_schedule() -> Schedule1F1B:
+        stage = fsdp.PipelineStage(module, index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+        return Schedule1F1B(stage, 4, loss_fn=lambda output, target: (output - target).square().mean())
+
     return Staged(mesh, index, module, make_schedule)
 
 
@@ -326,7 +328,7 @@ def stage_retried(place: str, failing: int | None, micro_batch: int) -> Retried:
                 found.seconds.append(seconds())
                 if not isinstance(cause, Mine | fsdp.PeerFailed):
                     return found
-                schedule = stage.make_schedule()  # torch's keeps losses of the step that failed
+                schedule = stage.make_schedule()  # torch's keep losses and buffers of the step that failed
         found.losses.extend(loss.item() for loss in losses)
         optimizer.step()
         optimizer.zero_grad()
