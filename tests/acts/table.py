@@ -269,8 +269,8 @@ ON_THREE_RANKS: Final = {("set p.grad_dtype", moment, "torch_fsdp") for moment i
     for moment in (*_IN_FORWARDS, "in a recompute")
     for door in ("torch_fsdp", "fairscale")
 }
-"""Where shards are ordinary tensors, a rank that holds nothing of a parameter has no gradient of it, runs no hooks, and does not see
-that the others point it at other memory inside a forward: they gather its unit again, and all ranks hear that they disagree."""
+"""Where shards are ordinary tensors, a rank that holds nothing of a parameter has no gradient of it, runs no hooks, and does not
+see that the others point it at other memory inside a forward: they gather its unit again, and all hear that they disagree."""
 
 
 def differs(act: str, moment: str, door: str, size: int) -> bool:
