@@ -282,7 +282,7 @@ def train(args: argparse.Namespace, device: torch.device) -> list[float]:
     schedule = None
     if args.pp > 1:
         pipeline = fsdp.PipelineStage(stage, place, args.pp, device, group=mesh.get_group("pp"))
-        schedule = Schedule1F1B(pipeline, MICRO_BATCHES, loss_fn=loss_of)
+        schedule = Schedule1F1B(pipeline, min(MICRO_BATCHES, BATCH // args.dp), loss_fn=loss_of)
     row = mesh["edp"].get_local_rank() * args.ep + mesh["ep"].get_local_rank()
     column = mesh["cp"].get_local_rank()
     for step in range(args.steps):
@@ -313,15 +313,19 @@ def parse_arguments(world: World) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--compare", action="store_true", help="train in one process as well, and compare the losses")
     args = parser.parse_args()
-    others = args.tp * args.pp * args.cp
-    args.dp = args.dp or world.size // others
-    divides = (args.dp, BATCH), (args.ep, args.dp), (args.ep, EXPERTS), (args.tp, HEADS), (args.pp, LAYERS)
-    if args.dp * others != world.size or any(total % part for part, total in divides):
+    args.dp = args.dp or world.size // (args.tp * args.pp * args.cp)
+    if not fits(args, world.size):
         parser.error(
             f"dp * tp * pp * cp must be {world.size}, the number of processes; dp a multiple of ep and a divisor of {BATCH}; "
             f"ep a divisor of {EXPERTS}, tp of {HEADS}, pp of {LAYERS}"
         )
     return args
+
+
+def fits(args: argparse.Namespace, processes: int) -> bool:
+    """Whether so many processes can train in this product of dimensions."""
+    divides = (args.dp, BATCH), (args.ep, args.dp), (args.ep, EXPERTS), (args.tp, HEADS), (args.pp, LAYERS)
+    return args.dp * args.tp * args.pp * args.cp == processes and not any(total % part for part, total in divides)
 
 
 def main() -> int:

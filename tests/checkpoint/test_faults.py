@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import warnings
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from tests.support.faults import (
     step_name,
 )
 from tests.support.kills import KILLS
-from tests.support.processes import ROOT, command, environment
+from tests.support.processes import ROOT, run_module
 
 PAGE = ROOT / "docs" / "reference" / "faults.md"
 
@@ -99,12 +98,7 @@ def test_another_number_of_ranks_loads_it(tmp_path: Path, rows: dict[str, str]) 
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a process left that killed parts of itself."""
     folder = tmp_path_factory.mktemp("killed")
-    subprocess.run(
-        command("tests.support.kills", folder),
-        env=environment(),
-        check=True,
-        timeout=100,
-    )
+    run_module("tests.support.kills", folder).check_returncode()
     return folder
 
 

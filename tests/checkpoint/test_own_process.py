@@ -1,7 +1,6 @@
 """What is seen of a process from outside: how much memory it takes, and what it leaves when it ends."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from torch import nn
 
 import fsdp
 from tests.support.own_process import TENSOR, TENSORS
-from tests.support.processes import command, environment
+from tests.support.processes import run_module
 
 
 @pytest.fixture(scope="module")
@@ -19,14 +18,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("only Linux tells the peak")
     folder = tmp_path_factory.mktemp("alone")
-    done = subprocess.run(
-        command("tests.support.own_process", folder),
-        # what is given back goes back to the system, so that the peaks are those of what is held
-        env=environment(MALLOC_MMAP_THRESHOLD_="100000"),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    # what is given back goes back to the system, so that the peaks are those of what is held
+    done = run_module("tests.support.own_process", folder, MALLOC_MMAP_THRESHOLD_="100000")
     assert done.returncode == 0, done.stderr
     assert "was not saved" not in done.stderr, done.stderr
     return done.stdout, folder

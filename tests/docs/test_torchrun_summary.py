@@ -1,11 +1,10 @@
 """What docs/reference/errors.md says of the last lines of a job under torchrun."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ROOT, command, environment
+from tests.support.processes import run_module
 
 SCRIPT = """
 import torch, torch.distributed as dist, fsdp
@@ -28,15 +27,7 @@ CAUSE = "Only rank 0 made a forward without gradients (an evaluation) before: ma
 @pytest.mark.gloo
 def test_the_summary_of_torchrun_has_the_error_of_each_rank(tmp_path: Path) -> None:
     (script := tmp_path / "evaluates.py").write_text(SCRIPT)
-    ran = subprocess.run(
-        command("torch.distributed.run", "--standalone", "--nproc-per-node=2", script),
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ran = run_module("torch.distributed.run", "--standalone", "--nproc-per-node=2", script)
     above, _, summary = ran.stderr.partition(f"{script} FAILED")
     assert ran.returncode == 1 and CAUSE in above and CAUSE in summary, ran.stderr
     assert summary.rstrip().endswith("=====")  # torchrun's own, and nothing can be written below it

@@ -2,14 +2,13 @@
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.equivalence.end_programs import IN_FORKS, PROGRAMS
-from tests.support.processes import command, environment
+from tests.support.processes import run_module
 
 pytestmark = pytest.mark.gloo
 
@@ -24,8 +23,7 @@ ABANDONED = ("raises in a forward", "in a backward", "abandons a step")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which each program has one of its own."""
     folder = tmp_path_factory.mktemp("ends")
-    program = command("tests.equivalence.end_programs", folder)
-    done = subprocess.run(program, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    done = run_module("tests.equivalence.end_programs", folder, seconds=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -1,5 +1,8 @@
 """The example of several dimensions trains as one process, in the products that fit four processes."""
 
+from argparse import Namespace
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import parallel
@@ -15,17 +18,26 @@ from tests.support.jobs import run_alone, run_job
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "parallel.py"
 PRODUCTS = ["--tp 2", "--pp 2 --ep 2", "--ep 2 --tp 2", "--ep 2 --cp 2", "--tp 2 --pp 2"]
-MORE = ["--tp 4", "--pp 4", "--ep 4", "--cp 4", "--pp 2", "--cp 2 --tp 2", "--cp 2 --pp 2"]
-"""`make test-all` runs them."""
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("product", [*PRODUCTS, *(MORE if EVERYTHING else [])])
-def test_a_product_of_dimensions_trains_as_one_process(product: str, tmp_path: Path) -> None:
-    ended = run_job(SCRIPT, *product.split(), "--compare", "--steps", 4, size=4, cwd=tmp_path)
+@pytest.mark.parametrize("ways", PRODUCTS)
+def test_a_product_of_dimensions_trains_as_one_process(ways: str, tmp_path: Path) -> None:
+    ended = run_job(SCRIPT, *ways.split(), "--compare", "--steps", 4, size=4, cwd=tmp_path)
     assert ended.status == 0, ended.output + ended.errors
     assert "on 4 processes (cpu, gloo), dp " in ended.output
     assert "one process has the same losses" in ended.output
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_every_product_trains_as_one_process_in_the_simulated_world(size: int) -> None:
+    alone = {experts: parallel.train_alone(Namespace(ep=1 + experts, steps=2)) for experts in (False, True)}
+    ways = [Namespace(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, steps=2) for dp, tp, pp, cp, ep in product((1, 2, 4, 8), repeat=5)]
+    ways = [way for way in ways if parallel.fits(way, size)]
+    assert len(ways) == {4: 15, 8: 32}[size]
+    for seed, way in enumerate(ways if EVERYTHING else ways[:: size // 2]):
+        for found in fsdp.simulate(size, partial(lambda way, rank: parallel.train(way, torch.device("cpu")), way), seed):
+            assert found == pytest.approx(alone[way.ep > 1], rel=parallel.SAME), way
 
 
 @pytest.mark.gloo

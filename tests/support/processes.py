@@ -40,6 +40,13 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
 
 
+def run_module(module: str, *arguments: object, seconds: float = 120, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run a module in a process, and wait for its end."""
+    return subprocess.run(
+        command(module, *arguments), cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=seconds
+    )
+
+
 class Rank:
     """A rank that runs in a fork: what tests use of `subprocess.Popen`."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from tests.support.processes import ROOT, command, environment
+from tests.support.processes import ROOT, run_module
 from tools import launch
 
 SCRIPT = "import os, sys, time; time.sleep(int(os.environ['RANK']) * 60); print('I say why', flush=True); sys.exit(3)"
@@ -29,15 +29,7 @@ def recipe(*arguments: str) -> list[str]:
 def test_a_rank_that_fails_is_named_in_the_last_line(tmp_path: Path) -> None:
     (script := tmp_path / "a folder with spaces" / "script.py").parent.mkdir()
     script.write_text(SCRIPT)
-    ran = subprocess.run(
-        command("tools.launch", "--standalone", "--nproc-per-node=2", script),
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ran = run_module("tools.launch", "--standalone", "--nproc-per-node=2", script)
     assert ran.returncode == 3
     assert ran.stdout == "I say why\n"
     assert ran.stderr == "rank 0 ended with exit status 3, and the others were stopped; what went wrong is said above\n"
