@@ -49,12 +49,12 @@ class OnDevice:
 
 def launch(self: ProcessGroupCommunicator, kind: str, label: str, tensor: torch.Tensor, launch: Any, nbytes: int = 0) -> Any:
     """Instead of `_launch`, whose tensors are on the host here."""
-    peers = self._peers
+    peers = self.monitor
     assert isinstance(peers, DevicePeerMonitor)
     if peers.down or peers.pending_error is not None:
         peers.reconnect()
-    note = peers.sequences[self._name].check_call(kind, label, nbytes or tensor.nbytes)
-    return peers.launch_on_device(self._name, note, lambda: OnDevice(launch(self.group)))
+    note = peers.sequences[self.name].check_call(kind, label, nbytes or tensor.nbytes)
+    return peers.launch_on_device(self.name, note, lambda: OnDevice(launch(self.group)))
 
 
 def abort(reference: "ref[dist.ProcessGroup]") -> None:
