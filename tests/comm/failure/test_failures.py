@@ -23,6 +23,7 @@ from tools.failures import (
 )
 from tools.peer_engines import ENGINES
 from tools.peer_failures import ALONE_TITLE, Cell, run
+from tools.soak import reached
 
 # one strategy for each point, in turn; all of them if the environment asks
 ALL = [(name, strategy) for name in POINTS for strategy in STRATEGIES]
@@ -75,3 +76,7 @@ def test_what_happens_in_another_engine_is_on_the_page() -> None:
     assert written["fsdp"] == RECOVERED
     for cell, verdict in run([Cell(engine, place, phase, alone=False) for engine in ENGINES[:2]]):
         assert verdict == written[cell.engine]
+
+
+def test_the_soak_of_faults_finds_the_cells_of_the_page() -> None:
+    assert set(STRATEGIES) == set(reached()) and min(map(len, reached().values())) > 20
