@@ -33,7 +33,6 @@ class Communicator(Protocol):
     """
 
     name: str = ""
-
     rank: int
     size: int
     ranks: tuple[int, ...]

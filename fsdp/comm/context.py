@@ -123,6 +123,7 @@ class CommContext(NamedTuple):
         return sum(map(_EPOCH, self._beside_lanes()))
 
     def _beside_lanes(self) -> "set[Communicator | CommContext]":
+        """Every communicator once, but those of the lanes; those of some ranks alone as contexts."""
         return {self.shard_comm, self.world_comm, self.across or self.world_comm, *self.routed, *self.inner}
 
     def each(self) -> dict[str, Communicator]:

@@ -40,16 +40,8 @@ def add_note(error: BaseException, snapshot: Snapshot, index: int, ours: bool = 
         error.add_note(_note_of(snapshot(), index, with_story) + _reason(error))
 
 
-def note_undone(error: BaseException, by: str, names: Sequence[str]) -> None:
-    """Note on `error` which parameters are again as they were before a forward or a backward that has failed."""
-    if names:
-        error.add_note(f"fsdp: undone is what this {by} did to {', '.join(names)}, or to their `.grad`.")
-
-
-def add_note_to_what_ends_the_backward(
-    snapshot: Snapshot, index: int, undone: Sequence[str], then: Callable[[BaseException], None]
-) -> bool:
-    """Add the notes to the exception that is leaving the running backward, and call `then` with it.
+def add_note_to_what_ends_the_backward(snapshot: Snapshot, index: int, then: Callable[[BaseException], None]) -> bool:
+    """Add the note to the exception that is leaving the running backward, and call `then` with it.
 
     torch shows this exception to nobody before the caller of the backward. Returns whether the exception will be found.
     """
@@ -60,7 +52,6 @@ def add_note_to_what_ends_the_backward(
         if not is_noted(error):
             note = long if isinstance(error, ShardingError | IllegalTransition | WorldError) else short
             error.add_note(note + _reason(error))
-        note_undone(error, "backward", undone)
         then(error)
 
     frame = running_backward()

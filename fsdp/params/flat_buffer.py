@@ -388,24 +388,20 @@ class FlatBuffer:
         return [*map(_VERSION, self.unsharded_params)]
 
     def forget_updates(self) -> list[str]:
-        """Do not write back what was done to unsharded parameters so far. Return their names.
+        """Do not write back what was done to unsharded parameters so far, nor keep their gradients. Return the names of both.
 
         Updates stay where the unsharded parameters share the memory of the shards.
         """
         before, self._inplace_updates = self._inplace_updates, self.count_inplace_updates()
         changed = [then != now and not self.is_shared for then, now in zip(before, self._inplace_updates, strict=True)]
+        for i, unsharded in enumerate(self.unsharded_params):
+            changed[i] |= unsharded.grad is not None
+            unsharded.grad = None
         # not by address: an inner forward that failed has freed the memory already
         for i, (parameter, view) in enumerate(zip(self._local_unsharded, self._places(), strict=True)):
             if storage_key(parameter) != storage_key(view) or parameter.storage_offset() != view.storage_offset():
                 changed[i], parameter.data = True, view.data
         return [info.names[0] for info, one in zip(self.param_infos, changed, strict=True) if one]
-
-    def forget_grads(self) -> list[str]:
-        """Do not keep gradients of unsharded parameters. Return the names of those that had any."""
-        found = [info.names[0] for info, p in zip(self.param_infos, self.unsharded_params, strict=True) if p.grad is not None]
-        for unsharded in self.unsharded_params:
-            unsharded.grad = None
-        return found
 
     def write_back_inplace(self, unit: str, saved: SavedShards | None) -> int:
         """Copy this rank's part of unsharded parameters that were changed in place to the shard; return their number.

@@ -9,7 +9,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Final
 
@@ -220,17 +220,13 @@ class Unit:
 
         Updates stay where the unsharded parameters share the memory of the shards. Returns the names of what was undone.
         """
-        undone = [*self.forget_updates(), *chain.from_iterable(map(FlatBuffer.forget_grads, self.flats))]
+        undone = [name for flat in self.flats for name in flat.forget_updates()]
         with torch.no_grad():
             for shard, value, name in reversed(saved):
                 shard.copy_(value)
                 undone.append(name)
         self.versions.repeat(len(saved))
         return list(dict.fromkeys(undone))
-
-    def forget_updates(self) -> list[str]:
-        """Do not write back what was done to unsharded parameters so far. Return their names."""
-        return [*chain.from_iterable(map(FlatBuffer.forget_updates, self.flats))]
 
     def sync_requires_grad(self) -> None:
         """Apply changes of `requires_grad` on the sharded parameters to the unsharded ones."""

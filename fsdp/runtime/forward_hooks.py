@@ -15,7 +15,6 @@ from fsdp.autograd.dynamo import uncompiled
 from fsdp.autograd.frames import in_backward, times_running
 from fsdp.autograd.pytree import Attributes, cast_floating, modules_within, tensors_in
 from fsdp.autograd.visits import ForwardCall, grad_inputs
-from fsdp.debug.error_notes import note_undone
 from fsdp.debug.guard import Guard
 from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
@@ -217,7 +216,8 @@ class ForwardHooks(RefuseCopy):
     def _fail(self, call: ForwardCall, failure: BaseException) -> None:
         """Undo what a call that has failed did to the unit's parameters, say so on its error, and end a forward as failed."""
         self._engine.note(failure, self._index)
-        note_undone(failure, "forward", self._unit.roll_back_inplace(call.taken))
+        if undone := self._unit.roll_back_inplace(call.taken):
+            failure.add_note(f"fsdp: undone is what this forward did to {', '.join(undone)}, or to their `.grad`.")
         if not call.path.recompute:
             self._passes.post_forward(call, Event.FORWARD_FAILED)
 

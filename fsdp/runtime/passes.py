@@ -297,13 +297,11 @@ class Passes:
         """Clean up after a failed backward on its compute stream, and notify other ranks as soon as its exception is known."""
         engine, unit = self.engine, self.engine.last_unit
         failed = self._units[unit].name
-        undone = [name for one in self._units for name in one.forget_updates()]
-        tell: Callable[[BaseException | None], None] = partial(engine.notify_peers, failed)
-        shows = add_note_to_what_ends_the_backward(engine.snapshot, unit, undone, tell)
+        shows = add_note_to_what_ends_the_backward(engine.snapshot, unit, lambda error: engine.notify_peers(failed, error))
         with self._streams.computing(), suppress(WorldError):  # the backward may have failed because of one
             self._end_backward(BackwardEvent.FAILS_INSIDE if engine.forward.calls else BackwardEvent.FAILS)
         if not shows:
-            tell(None)
+            engine.notify_peers(failed, None)
 
     def _end_backward(self, event: BackwardEvent) -> bool:
         """End the backward for every unit, in the agreed order; return whether a backward was running."""

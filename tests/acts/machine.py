@@ -172,9 +172,8 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
 
     def is_late(self, act: str, moment: str = "") -> bool:
         """Whether an act, or what it sets, is different from plain torch where gradients are kept: hooks see their sum."""
-        return (
-            act == POST_HOOK or (act == ONES and moment in HOOKS) or differs(act, "between micro-batches", self.door, self.size)
-        )
+        sums = act == POST_HOOK or (act == ONES and moment in HOOKS)
+        return sums or differs(act, "between micro-batches", self.door, self.size)
 
     def clashes(self, act: str) -> bool:
         """Whether the programs leave out this act after those so far.

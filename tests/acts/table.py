@@ -243,7 +243,7 @@ UNSEEN: Final = {
     )
 } | {("set p.grad to ones", "in a recompute")}
 """Pairs that are different where an earlier backward has left gradients, or another act comes before, which the programs of the
-table do not have: modules show unsharded parameters then, whose `.grad` is None, and of which a conversion is lost. Python finds
+table do not have: modules show unsharded parameters then, whose `.grad` is None, and whose conversion is an error. Python finds
 `.grad` on the class, and a class of our own would make every use of a parameter slower, see use_after_free.py."""
 DIFFERS: Final = {
     (act, moment, door): reason

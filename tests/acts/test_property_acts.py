@@ -10,6 +10,7 @@ from tests.acts.trial import Arm, Backward, Do, Evaluate, Forward, Program, Step
 EXAMPLES = 60
 MOVES = 14
 PASS = (Forward(9), Backward(9))
+KEPT = (Sync(False), *PASS, Sync(True))
 FOUND: dict[str, Program] = {
     "a module that was put in while all was frozen is thawed": (
         Do("replace a module inside a unit"),
@@ -81,17 +82,13 @@ FOUND: dict[str, Program] = {
         Evaluate(),
     ),
     "a kept gradient is scaled through .data, on one rank": (
-        Sync(False),
-        *PASS,
-        Sync(True),
+        *KEPT,
         Do("scale p.grad.data in place"),
         *PASS,
     ),
     "a kept gradient and a reduced one are scaled through .data": (
         *PASS,
-        Sync(False),
-        *PASS,
-        Sync(True),
+        *KEPT,
         Do("scale p.grad.data in place"),
         *PASS,
     ),
@@ -99,9 +96,7 @@ FOUND: dict[str, Program] = {
     "a forward inside a forward fails, whose pre-hook has replaced p.data": (
         Do("replace p.data, evaluate, put it back", 1),
         Arm("in a pre-hook", "replace p.data, evaluate, put it back"),
-        Forward(9),
-        Forward(9),
-        Forward(9),
+        *([Forward(9)] * 3),
     ),
     "a step in a forward in which a gradient was set, which its end refuses": (
         *PASS,
@@ -135,7 +130,7 @@ FOUND: dict[str, Program] = {
         Do("replace a module inside a unit"),
         Do("load a part of the kept state dict"),
     ),
-    "a recompute that fails undoes what it did to a unit whose forward is over": (
+    "a recompute that fails keeps what it did to a unit whose forward is over": (
         Arm("in a recompute", "call the model frozen, thaw it"),
         Arm("in a recompute", "replace p.data"),
         *PASS,

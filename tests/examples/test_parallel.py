@@ -1,7 +1,6 @@
 """The example of several dimensions trains as one process, in the products that fit four processes."""
 
 from argparse import Namespace
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -36,7 +35,7 @@ def test_every_product_trains_as_one_process_in_the_simulated_world(size: int) -
     ways = [way for way in ways if parallel.fits(way, size)]
     assert len(ways) == {4: 15, 8: 32}[size]
     for seed, way in enumerate(ways if EVERYTHING else ways[:: size // 2]):
-        for found in fsdp.simulate(size, partial(lambda way, rank: parallel.train(way, torch.device("cpu")), way), seed):
+        for found in fsdp.simulate(size, lambda rank, way=way: parallel.train(way, torch.device("cpu")), seed):
             assert found == pytest.approx(alone[way.ep > 1], rel=parallel.SAME), way
 
 
