@@ -34,6 +34,9 @@ class Owner(Protocol):
     def read(self, parameter: nn.Parameter, module: nn.Module, reader: object) -> Tensor:
         """The full value of `parameter` of `module`, for a forward. `reader`: the object whose method reads it."""
 
+    def on_listed(self) -> None:
+        """In a backward, code lists the parameters that a module shows. It may change those that are unsharded."""
+
     def check_modules(self) -> None:
         """Check that the modules show parameters of the unit."""
 
@@ -142,6 +145,20 @@ class InterceptingParamDict(ParamDict):
         # frames: this one, nn.Module.__getattr__, the reader
         module, reader = sys._getframe(1).f_locals["self"], sys._getframe(2).f_locals.get("self")
         return cast(nn.Parameter, owner.read(parameter, module, reader))
+
+    def items(self) -> Any:
+        self._tell_that_listed()
+        return super().items()
+
+    def values(self) -> Any:
+        self._tell_that_listed()
+        return super().values()
+
+    def _tell_that_listed(self) -> None:
+        if in_backward() and not in_grad_hook():
+            for owner in map(owning_unit, (one for one in super().values() if one is not None)):
+                if owner is not None:
+                    owner.on_listed()
 
 
 def show_plainly(module: nn.Module) -> None:

@@ -193,6 +193,14 @@ class Unit:
         for module_params in self._module_params:
             module_params.intercept_reads()
 
+    def begin_recompute(self) -> None:
+        """A recompute of the unit begins. What it changes repeats the forward, also if an error ends it."""
+        self._write_back = self.write_back_inplace_of_recompute
+
+    def on_listed(self) -> None:
+        """In a backward, code lists the parameters that a module shows. It may change those that are unsharded."""
+        self._write_back = self._write_back or self.write_back_inplace
+
     def end_recompute(self) -> None:
         """A recompute of the unit has ended. What the user changes until its backward repeats no forward."""
         self._write_back = self.write_back_inplace
@@ -231,7 +239,27 @@ class Unit:
     def sync_requires_grad(self) -> None:
         """Apply changes of `requires_grad` on the sharded parameters to the unsharded ones."""
         if any([*map(FlatBuffer.sync_requires_grad, self.flats)]):
-            self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
+            self._find_out_if_trained()
+
+    def refuse_changed_flags(self) -> None:
+        """Raise ShardingError at the end of a backward if `requires_grad` of a shard was set in it, and was not applied."""
+        before = [flat.requires_grad_flags for flat in self.flats]
+        self.sync_requires_grad()
+        for flat, flags in zip(self.flats, before, strict=True):
+            for info, now, applied in zip(flat.param_infos, flat.requires_grad_flags, flags, strict=True):
+                if now is not applied:
+                    raise ShardingError(
+                        f"requires_grad of {info.names[0]!r} in unit {self.name!r} was set to {now} in a hook of this backward, "
+                        "where the gradient may have come or not; set it before the backward or after it."
+                    )
+
+    def take_requires_grad(self) -> None:
+        """Apply changes of `requires_grad` on the unsharded parameters, which the modules show, to the sharded ones."""
+        if any([*map(FlatBuffer.take_requires_grad, self.flats)]):
+            self._find_out_if_trained()
+
+    def _find_out_if_trained(self) -> None:
+        self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
 
     def refuse_put_away(self) -> None:
         """Raise ShardingError if `fsdp.offload` has moved the shards to the host."""
@@ -474,8 +502,7 @@ class Unit:
 
     def use_sharded(self) -> None:
         """Let the modules show the shards."""
-        if any([*map(FlatBuffer.take_requires_grad, self.flats)]):
-            self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
+        self.take_requires_grad()
         if self._write_back is not None:
             self._write_back()
             self._write_back = None

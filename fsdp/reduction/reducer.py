@@ -177,8 +177,9 @@ class Reducer:
         self._settled = self._owes_grad_hooks = False
         self._hooked: list[tuple[int, nn.Parameter]] = []
         # a rank that left a unit out may not know what was accumulated: ranks that go different ways ask about every bucket
-        self._trained = tuple([bucket.begin() or self._meeting is not None for bucket in self.buckets])
-        if self._order.begin(self._trained):
+        self._trained = [bucket.begin() or self._meeting is not None for bucket in self.buckets]
+        """For each bucket, whether it is reduced. One that is frozen now may be thawed before its unit is done."""
+        if self._order.begin(tuple(self._trained)):
             self._make_groups()
         self._queue.begin()
         if accumulates:
@@ -348,6 +349,8 @@ class Reducer:
         if BucketAction.MARK in actions:
             self._ready_at[number] = perf_counter()
             self._order.add_arrival(number)
+        if BucketAction.OFFER in actions and not self._trained[number]:
+            self._trained[number] = self.buckets[number].is_trained
         return actions
 
     def _launch(self, group: Sequence[int], remainder: bool = False) -> None:
@@ -398,6 +401,13 @@ class Reducer:
             self.used_params.exchange(launched)
         elif not self._meeting(partial(self.used_params.combine, launched=launched)):
             self.used_params.take_combined(launched)
+        if self.policy.find_unused_parameters:
+            for bucket, trained, has in zip(self.buckets, self._trained, self.used_params.has_remainder, strict=True):
+                if has and not trained:
+                    raise ShardingError(
+                        f"parameters of unit {bucket.name!r} were frozen when this backward began, so find_unused_parameters counted "
+                        "them as unused, and they were thawed in a recompute. Thaw them before the backward."
+                    )
 
     def _launch_remainders(self) -> None:
         """Reduce gradients that arrived after their bucket was launched, in the agreed order.

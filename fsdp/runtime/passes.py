@@ -30,7 +30,7 @@ from fsdp.autograd.frames import gets_gradient, graph_task
 from fsdp.autograd.visits import ForwardCall
 from fsdp.comm.broadcast_buffers import broadcast_buffers
 from fsdp.debug.error_notes import add_note_to_what_ends_the_backward
-from fsdp.errors import WorldError
+from fsdp.errors import ShardingError, WorldError
 from fsdp.params.module_tree import ModuleTree, refuse_transforms
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
@@ -190,10 +190,15 @@ class Passes:
     def pre_recompute(self, call: ForwardCall) -> None:
         """Begin the forward of a unit that a checkpoint repeats inside a backward."""
         self.engine.on_event(call.unit, Event.PRE_RECOMPUTE)
+        self._units[call.unit].begin_recompute()
         self.engine.backward.calls.append(call)
 
     def post_recompute(self, call: ForwardCall) -> None:
-        """End it."""
+        """End it. What it has done to `requires_grad` counts for all units that the backward has entered."""
+        for index, unit in enumerate(self._units):
+            if self.engine.is_unsharded(index):
+                unit.sync_requires_grad()
+                unit.take_requires_grad()
         self.engine.on_event(call.unit, Event.POST_RECOMPUTE)
 
     def post_forward(self, call: ForwardCall, event: Event) -> None:
@@ -231,7 +236,8 @@ class Passes:
         kind = kind_of_backward(engine.synchronises, engine.splits_backward)
         reduces = kind is BackwardEvent.SYNC_BEGINS
         self._root.begin(kind)
-        self._sync_requires_grad()
+        # autograd drops the gradient of a parameter that is frozen when it comes
+        self._look_at_flags(Unit.sync_requires_grad)
         if engine.watcher is not None and not calls:
             engine.watcher.before_backward(reduces)
         engine.pending_backward.expect(False)
@@ -252,11 +258,11 @@ class Passes:
         self._begin_pass(is_forward=False)
         self._gathers.prefetch(self._schedule.begin(), self._prefetch)  # while the layers of the root itself compute
 
-    def _sync_requires_grad(self) -> None:
-        """Apply changes of `requires_grad` before a backward: autograd drops the gradient of a parameter that is frozen then."""
+    def _look_at_flags(self, method: Callable[[Unit], None]) -> None:
+        """Call `method` with each unit if `requires_grad` of a shard may have changed since the last time."""
         if self._asks_flags or self._flags_seen != shard_changes.count:
             for unit in self._units:
-                unit.sync_requires_grad()
+                method(unit)
             self._flags_seen = shard_changes.count
 
     def call_at_end_of_graph_task(self, callback: Callable[[], None]) -> None:
@@ -283,6 +289,11 @@ class Passes:
 
     def finalize_backward(self) -> None:
         """End the backward: reduce what is left, wait for all reductions, and put the gradients into `.grad`."""
+        try:
+            self._look_at_flags(Unit.refuse_changed_flags)
+        except ShardingError as refusal:
+            self.engine.fail(refusal, self.engine.last_unit)
+            raise
         self._end_backward(BackwardEvent.CALLBACK_RUNS_INSIDE if self.engine.forward.calls else BackwardEvent.CALLBACK_RUNS)
 
     def commit(self, index: int) -> None:

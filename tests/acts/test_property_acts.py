@@ -145,6 +145,12 @@ FOUND: dict[str, Program] = {
         Arm("in a pre-hook", "a complete forward and backward"),
         Forward(9),
     ),
+    "a recompute thaws units that the backward has entered, and one that was frozen when it began": (
+        Arm("in a recompute", "thaw what was trained"),
+        Forward(1),
+        Do("freeze the model"),
+        Backward(1),
+    ),
     "a model in which a module was replaced is copied": (
         Do("replace a module inside a unit"),
         Do("deepcopy the model, and evaluate the copy"),

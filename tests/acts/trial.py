@@ -250,6 +250,8 @@ def against_plain(program: Program, door: str, ranks: Sequence[Sequence[Seen]], 
                 return verdict.with_fault(f"{where}an accident: {(own or found)[0].text}\n{(own or found)[0].trace}")
             else:
                 verdict.refusals.append(own[0].text)
+            if [name for name in found[0].begun if name in found[0].ran] != found[0].ran:
+                return verdict  # an act ran inside another one; the plain model would do them one after the other
         elif wanted.raised == "accident":
             if wanted.text.startswith("CheckpointError"):
                 # plain torch notices that a recompute is not what the forward was; nothing can be compared from here on

@@ -268,8 +268,9 @@ def _(at: Player, block: int) -> None:
 
 
 def _halve(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.mul_(0.5)
+    if parameter.requires_grad:  # see Player.trains
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
 
 
 @act("add a forward pre-hook")

@@ -9,6 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
+from fsdp.autograd.frames import in_backward
 from tests.support.models import assert_close, gradients_of, is_at_rest, join
 from tests.support.ranks import on_ranks
 
@@ -183,6 +184,23 @@ def test_a_unit_that_some_ranks_do_not_come_to_may_be_frozen(rank: int) -> None:
         model.zero_grad()
         model(X, 1 + rank).square().sum().backward()
     assert model.layers[1].weight.grad is not None and model.layers[2].weight.grad is None
+
+
+@on_ranks(2)
+def test_a_unit_that_was_counted_as_unused_may_not_be_thawed_in_a_recompute(rank: int) -> None:
+    class Thaws(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if in_backward():
+                self.requires_grad_(True)
+            return super().forward(x)
+
+    policy = fsdp.ReductionPolicy(find_unused_parameters=True)
+    layers = nn.Sequential(nn.Linear(4, 4), Thaws(4, 4))
+    model = fsdp.fully_shard(layers, auto_wrap_policy={nn.Linear}, sharding_strategy="NO_SHARD", reduction=policy)
+    loss = checkpoint(model, X.clone().requires_grad_(), use_reentrant=False).sum()
+    layers[1].requires_grad_(False)
+    with pytest.raises(fsdp.ShardingError, match="they were thawed in a recompute"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRADIENTS", "SHARD_OPTIMIZER"])

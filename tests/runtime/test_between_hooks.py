@@ -328,6 +328,40 @@ def test_what_needs_the_gradients_of_this_backward_is_refused_in_a_tensor_hook(a
     fsdp.simulate(2, in_tensor_hook(ACTS[act]))
 
 
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_a_parameter_that_a_hook_of_an_activation_freezes_gets_no_gradient_or_is_refused(rank: int, door: str) -> None:
+    class Hooked(Net):
+        freeze: Any = staticmethod(lambda gradient: None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.second(torch.tanh(self.first(x)))
+            x.register_hook(lambda gradient: self.freeze(gradient))
+            return self.last(torch.tanh(x))
+
+    net = Hooked()
+    model = DOORS[door](net)
+    x = torch.ones(2, 4)
+    first, last = net.first.weight, net.last.weight
+
+    def freeze_what_comes_later(_: Tensor) -> None:
+        net.first.requires_grad_(False)
+
+    def freeze_what_has_come(_: Tensor) -> None:
+        last.requires_grad_(False)
+
+    net.freeze = freeze_what_comes_later
+    model(x).sum().backward()
+    assert first.grad is None and last.grad is not None
+    net.freeze = freeze_what_has_come
+    with pytest.raises(fsdp.ShardingError, match="was set to False in a hook of this backward"):
+        model(x).sum().backward()
+    net.freeze = lambda gradient: None
+    model.zero_grad()
+    model(x).sum().backward()
+    assert last.grad is None
+
+
 @on_ranks(2)
 def test_a_step_in_a_recompute_is_refused(rank: int) -> None:
     model = natively("FULL_SHARD")(Net(checkpointed=True))
