@@ -412,7 +412,7 @@ class FlatBuffer:
             ShardingError: the unsharded parameters have another dtype than the shard.
         """
         before, self._inplace_updates = self._inplace_updates, self.count_inplace_updates()
-        is_repointed = [*map(_ADDRESS, self._with_memory)] != self._unsharded_pointers()
+        is_repointed = self.is_repointed
         if not is_repointed and before == self._inplace_updates:
             return 0
         with torch.no_grad():
@@ -422,6 +422,11 @@ class FlatBuffer:
             for i in sorted(updated):
                 self._write_back(i, unit, saved)
         return len(updated)
+
+    @property
+    def is_repointed(self) -> bool:
+        """Whether an unsharded parameter was pointed at other memory (`p.data = x`), which is not written back yet."""
+        return [*map(_ADDRESS, self._with_memory)] != self._unsharded_pointers()
 
     def _places(self) -> list[Tensor]:
         """Where each unsharded parameter lies, unless a forward has pointed it at other memory."""
@@ -459,7 +464,8 @@ class FlatBuffer:
                 continue
             # a DTensor that is put into an ordinary parameter leaves it without memory
             if parameter.shape != view.shape or parameter.dtype != view.dtype or (view.numel() and not parameter.data_ptr()):
-                parameter.data = view.data
+                for one, its_place in zip(self._local_unsharded, self._places(), strict=True):
+                    one.data = its_place.data
                 raise ShardingError(
                     f"parameter {self.param_infos[i].names[0]!r} was replaced in the forward of unit {unit!r} by a tensor of "
                     f"another shape or dtype, or by one without memory; it is {tuple(view.shape)}, {view.dtype}."

@@ -197,6 +197,14 @@ class Unit:
         """A recompute of the unit begins. What it changes repeats the forward, also if an error ends it."""
         self._write_back = self.write_back_inplace_of_recompute
 
+    def refuse_repointed(self) -> None:
+        """Raise ShardingError if `.data` of an unsharded parameter was replaced, before a forward inside a backward uses it."""
+        if any([flat.is_repointed for flat in self.flats]):
+            raise ShardingError(
+                f"`.data` of a parameter of unit {self.name!r} was replaced inside a backward, which has not ended, and the unit "
+                "is called there. The backward needs the values from before: replace it, evaluate and put it back outside."
+            )
+
     def on_listed(self) -> None:
         """In a backward, code lists the parameters that a module shows. It may change those that are unsharded."""
         self._write_back = self._write_back or self.write_back_inplace
@@ -501,14 +509,14 @@ class Unit:
             unsharded.grad = None
 
     def use_sharded(self) -> None:
-        """Let the modules show the shards."""
+        """Let the modules show the shards, also if what was changed in a backward is refused."""
         self.take_requires_grad()
-        if self._write_back is not None:
-            self._write_back()
-            self._write_back = None
         self._open = False
         for module_params in self._module_params:
             module_params.use_sharded()
+        write_back, self._write_back = self._write_back, None
+        if write_back is not None:
+            write_back()
 
     def free_unsharded(self) -> None:
         """Release the memory of the unsharded parameters. Idempotent."""

@@ -5,7 +5,7 @@ Rule 1: the attributes of a bucket are written in its class alone. What may happ
 
 from collections.abc import Hashable, Sequence
 from itertools import chain, repeat
-from operator import and_, attrgetter, is_, is_not, or_
+from operator import and_, attrgetter, ge, is_, is_not, or_
 from typing import Any, Final
 
 import torch
@@ -396,9 +396,14 @@ class Bucket:
         return [flat.sharded_params[i] for i in sorted(hooked)]
 
     def _may_have_grads(self) -> Sequence[bool]:
-        """For each parameter, whether it may have a gradient of this backward: not if it was frozen all the time."""
-        now = self.flat.requires_grad_flags
-        return now if now is self._flags_at_begin else [*map(or_, now, self._flags_at_begin)]
+        """For each parameter, whether it may have a gradient of this backward.
+
+        Not one that was frozen all the time, or whose shard a tensor hook has frozen: in plain torch no gradient is added to that.
+        """
+        now, shards = self.flat.requires_grad_flags, self.flat.current_flags()
+        if shards is now is self._flags_at_begin:
+            return now
+        return [*map(and_, map(ge, shards, now), map(or_, now, self._flags_at_begin))]
 
     # what a sparse bucket does in another way ---------------------------------------------
 

@@ -405,8 +405,8 @@ class Reducer:
             for bucket, trained, has in zip(self.buckets, self._trained, self.used_params.has_remainder, strict=True):
                 if has and not trained:
                     raise ShardingError(
-                        f"parameters of unit {bucket.name!r} were frozen when this backward began, so find_unused_parameters counted "
-                        "them as unused, and they were thawed in a recompute. Thaw them before the backward."
+                        f"parameters of unit {bucket.name!r} were frozen when this backward began, so find_unused_parameters "
+                        "counted them as unused, and they were thawed in a recompute. Thaw them before the backward."
                     )
 
     def _launch_remainders(self) -> None:

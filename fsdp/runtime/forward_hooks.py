@@ -172,8 +172,7 @@ class ForwardHooks(RefuseCopy):
             self._calls.pop()
             self._side_outputs.end(call.carried)
             if call.path.recompute:
-                self._engine.backward.end(call)
-                self._unit.end_recompute()
+                self._passes.leave_recompute(call)
         policy = self._unit.config.mp_policy
         return None if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
 

@@ -30,7 +30,7 @@ from fsdp.autograd.frames import gets_gradient, graph_task
 from fsdp.autograd.visits import ForwardCall
 from fsdp.comm.broadcast_buffers import broadcast_buffers
 from fsdp.debug.error_notes import add_note_to_what_ends_the_backward
-from fsdp.errors import ShardingError, WorldError
+from fsdp.errors import ShardingError
 from fsdp.params.module_tree import ModuleTree, refuse_transforms
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
@@ -189,17 +189,22 @@ class Passes:
 
     def pre_recompute(self, call: ForwardCall) -> None:
         """Begin the forward of a unit that a checkpoint repeats inside a backward."""
+        for index in (call.unit, *self.engine.descendants[call.unit]):
+            if self.engine.is_unsharded(index):
+                self._units[index].refuse_repointed()
         self.engine.on_event(call.unit, Event.PRE_RECOMPUTE)
         self._units[call.unit].begin_recompute()
         self.engine.backward.calls.append(call)
 
     def post_recompute(self, call: ForwardCall) -> None:
-        """End it. What it has done to `requires_grad` counts for all units that the backward has entered."""
-        for index, unit in enumerate(self._units):
-            if self.engine.is_unsharded(index):
-                unit.sync_requires_grad()
-                unit.take_requires_grad()
+        """It has returned."""
         self.engine.on_event(call.unit, Event.POST_RECOMPUTE)
+
+    def leave_recompute(self, call: ForwardCall) -> None:
+        """It has returned, failed, or torch has stopped it early. What it has set counts for all units that are entered."""
+        self.engine.backward.end(call)
+        self._units[call.unit].end_recompute()
+        self._follow_flags()
 
     def post_forward(self, call: ForwardCall, event: Event) -> None:
         """End the forward of a unit: POST_FORWARD, POST_FORWARD_NO_GRAD or FORWARD_FAILED. The outermost one ends the pass."""
@@ -265,6 +270,13 @@ class Passes:
                 method(unit)
             self._flags_seen = shard_changes.count
 
+    def _follow_flags(self) -> None:
+        """In a backward, apply changes of `requires_grad` of units that it has entered. Their modules show either parameters."""
+        for index, unit in enumerate(self._units):
+            if self.engine.is_unsharded(index):
+                unit.sync_requires_grad()
+                unit.take_requires_grad()
+
     def call_at_end_of_graph_task(self, callback: Callable[[], None]) -> None:
         """Call `callback` at the end of the current graph task: of the backward, or of a reentrant checkpoint in it."""
         Variable._execution_engine.queue_callback(callback)
@@ -291,6 +303,7 @@ class Passes:
         """End the backward: reduce what is left, wait for all reductions, and put the gradients into `.grad`."""
         try:
             self._look_at_flags(Unit.refuse_changed_flags)
+            self._follow_flags()
         except ShardingError as refusal:
             self.engine.fail(refusal, self.engine.last_unit)
             raise
@@ -309,7 +322,7 @@ class Passes:
         engine, unit = self.engine, self.engine.last_unit
         failed = self._units[unit].name
         shows = add_note_to_what_ends_the_backward(engine.snapshot, unit, lambda error: engine.notify_peers(failed, error))
-        with self._streams.computing(), suppress(WorldError):  # the backward may have failed because of one
+        with self._streams.computing(), suppress(ShardingError):  # the backward has failed already, maybe by one
             self._end_backward(BackwardEvent.FAILS_INSIDE if engine.forward.calls else BackwardEvent.FAILS)
         if not shows:
             engine.notify_peers(failed, None)

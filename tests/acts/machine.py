@@ -151,7 +151,7 @@ class ActsAtAnyMoment(RuleBasedStateMachine):
         # a forward inside a forward of the same unit fails there
         inside = (act == ONE_MODULE and moment in INSIDE) or (nests and self.hooks) or (moment in HOOKS and self.nests)
         known = known or (self.door == "fairscale" and inside)
-        # its forward computes with views that it makes in the beginning, so a checkpoint saves less than before if they are frozen
+        # its forward computes with views that it makes in the beginning: a checkpoint saves less than before if they are frozen
         known = known or (self.door == "fairscale" and act == THAW and moment == "in a recompute")
         # the plain player leaves out a backward that ranks refuse, with the gradients that an earlier hook has used
         known = known or (moment in HOOKS and (act in USES or self.uses_in_hook) and self.hooks)

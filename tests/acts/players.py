@@ -17,6 +17,7 @@ WIDTH: Final = 4
 ROWS: Final = 2
 LEARNING_RATE: Final = 0.05
 POST: Final = "in a post-accumulate hook"
+ACTIVATION: Final = "in a hook of an activation"
 _WRAPPERS: Final = ("_fsdp_wrapped_module.", "_fpw_module.", "module.")
 
 
@@ -31,12 +32,15 @@ class Block(nn.Module):
         self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH), requires_grad=not frozen)
         self.register_buffer("scale", torch.linspace(0.8, 1.2, WIDTH))
         self.during: Callable[[], None] = nothing
+        self.hooked: Callable[[], None] = nothing
         # torch does not look for hooks that are added while a module's forward runs, if the module had none before
         self.register_forward_hook(lambda module, args, output: None)
 
     def forward(self, x: Tensor) -> Tensor:
         self.during()
         y = torch.tanh(self.linear(x) * self.gain) * self.scale
+        if y.requires_grad:
+            y.register_hook(lambda gradient: self.hooked())
         return x + (y if self.training else 0.5 * y)
 
 
@@ -140,6 +144,7 @@ class Player:
         self.optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], LEARNING_RATE, momentum=0.9)
         self.blocks = tuple(m for m in self.model.modules() if isinstance(m, Block))
         self.blocks[0].during = lambda: self.reached("inside a forward", not _in_backward())
+        self.blocks[0].hooked = lambda: self.reached(ACTIVATION)
         self.blocks[1].during = lambda: self.reached("in a recompute", _in_backward())
 
     def parameters(self) -> dict[str, nn.Parameter]:

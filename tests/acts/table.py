@@ -11,7 +11,8 @@ from typing import Final, NamedTuple
 from zlib import crc32
 
 from tests.acts.doors import DOORS, STRATEGIES, WITHOUT
-from tests.acts.trial import POST, Arm, Backward, Do, Forward, Move, Program, Step, Sync, Undo, Verdict, Zero, judge
+from tests.acts.players import ACTIVATION, POST
+from tests.acts.trial import Arm, Backward, Do, Forward, Move, Program, Step, Sync, Undo, Verdict, Zero, judge
 from tests.acts.vocabulary import ACTS, FIRST
 
 MOMENTS_OF_HOOKS: Final = (
@@ -20,6 +21,7 @@ MOMENTS_OF_HOOKS: Final = (
     "in a tensor hook",
     "in a post-accumulate hook",
     "in a recompute",
+    ACTIVATION,
 )
 MOMENTS: Final = (
     "before a forward",
@@ -30,6 +32,7 @@ MOMENTS: Final = (
     "in a tensor hook",
     "in a post-accumulate hook",
     "in a recompute",
+    ACTIVATION,
     "between micro-batches",
     "after the backward",
     "after the step",
@@ -120,7 +123,7 @@ def sentence(text: str) -> str:
 
 
 _HOOK: Final = "in a tensor hook no gradient of this backward is in .grad yet, so p.grad may be None"
-_RECOMPUTE: Final = "in a recompute gradients of units that autograd has left are not in .grad yet"
+_RECOMPUTE: Final = "in a recompute or a hook of an activation gradients of units that autograd has left are not in .grad yet"
 _ACCUMULATES: Final = "through the doors, and where every rank holds all elements, p.grad is this rank's own, as in torch's DDP"
 _LATE: Final = "hooks on shards see the sum of the micro-batches, in the backward that synchronises"
 _ALIAS: Final = "torch counts no change through .data; with guard=True it is refused"
@@ -136,13 +139,19 @@ _PUT_IN: Final = (
 )
 _PEER: Final = "through the doors of FSDP1, FSDP2 and fairscale it raises an error of another class, or of torch"
 _DTENSOR: Final = "through the door of FSDP2 `p.data = x` changes no DTensor, as in torch, and the next forward refuses it"
-_CONVERTED: Final = "in a tensor hook a conversion is torch's error; under no_sync it is refused late"
+_CONVERTED: Final = "inside a backward, and under no_sync, a conversion is refused late, or ends in torch's error"
 OUTSIDE: Final = tuple(moment for moment in MOMENTS if moment not in MOMENTS_OF_HOOKS)
 _IN_FORWARDS: Final = ("in a pre-hook", "inside a forward")
 _WHOLE: Final = ("NO_SHARD", "ddp")
 """Doors that never shard parameters."""
 _CUT: Final = tuple(door for door in DOORS if door not in _WHOLE)
 _OWN: Final = (*(door for door in _CUT if door in STRATEGIES), *_WHOLE)
+_OF_GRADIENTS: Final = (
+    *("replace p.grad by its half", "scale p.grad in place", "scale p.grad.data in place", "zero p.grad in place"),
+    *("delete p.grad", "add the gradient to a weight", "add a tensor hook", "add a post-accumulate hook"),
+    *("remove the last hook", "read p.grad.shape", "read the value of a gradient", "read the norm of every gradient"),
+    *("read which parameters have a gradient", "optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"),
+)
 _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...]] = (
     (
         _DTENSOR,
@@ -150,17 +159,8 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...
         ("put the kept p.data back", "replace p.data", "replace p.data, keep the old one"),
         ("fully_shard",),
     ),
-    (
-        _HOOK,
-        ("in a tensor hook",),
-        (
-            *("replace p.grad by its half", "scale p.grad in place", "scale p.grad.data in place", "zero p.grad in place"),
-            *("delete p.grad", "add the gradient to a weight", "add a tensor hook", "add a post-accumulate hook"),
-            *("remove the last hook", "read p.grad.shape", "read the value of a gradient", "read the norm of every gradient"),
-            *("read which parameters have a gradient", "optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"),
-        ),
-        tuple(DOORS),
-    ),
+    (_HOOK, ("in a tensor hook",), _OF_GRADIENTS, tuple(DOORS)),
+    (_RECOMPUTE, (ACTIVATION,), (*_OF_GRADIENTS, "set p.grad to ones"), tuple(DOORS)),
     (
         _RECOMPUTE,
         ("in a recompute",),
@@ -180,7 +180,7 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...
         ("fully_shard",),
     ),
     (_LATE, ("between micro-batches",), ("add a tensor hook", "remove the last hook"), tuple(DOORS)),
-    (_ALIAS, (*_IN_FORWARDS, "in a recompute"), ("change a weight through .data",), _CUT),
+    (_ALIAS, (*_IN_FORWARDS, "in a recompute", ACTIVATION), ("change a weight through .data",), _CUT),
     (
         _NESTED,
         _IN_FORWARDS,
@@ -206,14 +206,14 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...
         ("load the kept state dict with assign=True",),
         ("fully_shard",),
     ),
-    (_OTHER_OBJECT, ("in a recompute",), ("replace p.data, evaluate, put it back",), tuple(DOORS)),
+    (_OTHER_OBJECT, ("in a recompute", ACTIVATION), ("replace p.data, evaluate, put it back",), tuple(DOORS)),
     (_DTENSOR, _IN_FORWARDS, ("replace p.data, evaluate, put it back",), ("fully_shard",)),
-    (_OTHER_OBJECT, (*_IN_FORWARDS, "in a recompute"), ("put the kept p.data back",), _CUT),
+    (_OTHER_OBJECT, (*_IN_FORWARDS, "in a recompute", ACTIVATION), ("put the kept p.data back",), _CUT),
     (_NO_STATE, MOMENTS, ("read the shapes of the optimizer's state",), STRATEGIES),
     (_PUT_IN, MOMENTS, ("replace a module inside a unit", "replace a parameter"), ("torch_fsdp",)),
     (_PUT_IN, _IN_FORWARDS, ("replace a module inside a unit",), tuple(DOORS)),
     (_PEER, ("in a recompute",), ("replace p.data", "replace p.data, keep the old one"), ("fairscale",)),
-    (_PEER, (*_IN_FORWARDS, "in a recompute"), ("enter no_sync and leave it",), ("torch_fsdp",)),
+    (_PEER, (*_IN_FORWARDS, "in a recompute", ACTIVATION), ("enter no_sync and leave it",), ("torch_fsdp",)),
     (_GIVEN, (*_IN_FORWARDS, "in a recompute"), ("add a parameter group",), tuple(DOORS)),
     (
         _PEER,
@@ -227,21 +227,21 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...
     (_PEER, tuple(one for one in MOMENTS if one != "in a recompute"), ("look a row up with max_norm",), ("fully_shard",)),
     (
         _CONVERTED,
-        ("in a tensor hook", "between micro-batches"),
+        ("in a tensor hook", "in a recompute", ACTIVATION, "between micro-batches"),
         ("convert the model",),
         (*_OWN, "fairscale"),
     ),
 )
 UNSEEN: Final = {
     (act, moment)
-    for moment in ("in a pre-hook", "inside a forward", "in a recompute")
+    for moment in ("in a pre-hook", "inside a forward", "in a recompute", ACTIVATION)
     for act in (
         *("replace p.grad by its half", "scale p.grad in place", "scale p.grad.data in place", "zero p.grad in place"),
         *("delete p.grad", "put a kept p.grad in again", "add the gradient to a weight", "read p.grad.shape"),
         *("read the value of a gradient", "read which parameters have a gradient", "read the norm of every gradient"),
         *("set p.grad_dtype", "add a post-accumulate hook", "convert the model"),
     )
-} | {("set p.grad to ones", "in a recompute")}
+} | {("set p.grad to ones", "in a recompute"), ("add a parameter group", ACTIVATION)}
 """Pairs that are different where an earlier backward has left gradients, or another act comes before, which the programs of the
 table do not have: modules show unsharded parameters then, whose `.grad` is None, and whose conversion is an error. Python finds
 `.grad` on the class, and a class of our own would make every use of a parameter slower, see use_after_free.py."""

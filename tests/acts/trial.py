@@ -133,7 +133,7 @@ def finish(at: Player) -> None:
     """Hooks of every module would stay, and the player: torch keeps what a checkpoint recomputes where that fails."""
     at.cancel()
     for block in at.blocks:
-        block.during = nothing
+        block.during = block.hooked = nothing
     while at.handles:
         at.handles.pop().remove()
     at.kept.clear()

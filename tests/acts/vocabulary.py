@@ -196,6 +196,12 @@ def _(at: Player, block: int) -> None:
     weight_of(at, block).mul_(0.9)
 
 
+@act("change a weight of the root in place")
+@torch.no_grad()
+def _(at: Player, block: int) -> None:
+    at.parameters()["head.weight" if block else "enter.weight"].mul_(0.9)
+
+
 @act("change a weight through .data")
 def _(at: Player, block: int) -> None:
     weight_of(at, block).data.mul_(0.9)
