@@ -398,7 +398,7 @@ class Bucket:
     def _may_have_grads(self) -> Sequence[bool]:
         """For each parameter, whether it may have a gradient of this backward.
 
-        Not one that was frozen all the time, or whose shard a tensor hook has frozen: in plain torch no gradient is added to that.
+        Not one that was frozen all the time, or whose shard a tensor hook has frozen: plain torch adds no gradient to that.
         """
         now, shards = self.flat.requires_grad_flags, self.flat.current_flags()
         if shards is now is self._flags_at_begin:
