@@ -47,8 +47,8 @@ class ForwardCall:
     """One forward of one unit, while it runs."""
 
     __slots__ = (
-        *("carried", "gradients", "guard", "handled", "input_nodes", "nested", "path", "records", "refused", "taken"),
-        "unit",
+        *("carried", "gradients", "guard", "handled", "input_nodes", "nested", "path", "records", "refused", "reshards"),
+        *("taken", "unit"),
     )
 
     def __init__(self, unit: int, recompute: bool, inputs: Sequence[Tensor], innermost: bool, versions: int) -> None:
@@ -72,6 +72,8 @@ class ForwardCall:
         """In a recompute, `.grad` of each unsharded parameter when it began. In a forward they have none."""
         self.refused = True
         """Whether the pre-forward hook has not succeeded, so that the post-forward hook has nothing to do."""
+        self.reshards = False
+        """Whether it is an evaluation inside a backward that has not entered the unit, which is sharded again at its end."""
         self.nested = False
         """Whether it is called inside the unit's own forward, by recursion or by a method registered as a forward."""
 
@@ -89,6 +91,10 @@ class ForwardCall:
         """The pre-forward hook has succeeded. `carried`: what the user's hooks had captured in an enclosing call."""
         self.refused = False
         self.carried = carried
+
+    def begin_sharded(self) -> None:
+        """The call begins inside a backward, and its unit is sharded. If it makes no graph, the backward does not need it after."""
+        self.reshards = not self.records
 
     def set_guard(self, guard: Any) -> None:
         """Set the guard of the call, in guard mode."""

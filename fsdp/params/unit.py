@@ -261,8 +261,9 @@ class Unit:
                         "where the gradient may have come or not; set it before the backward or after it."
                     )
 
-    def take_requires_grad(self) -> None:
-        """Apply changes of `requires_grad` on the unsharded parameters, which the modules show, to the sharded ones."""
+    def follow_requires_grad(self) -> None:
+        """In a backward, apply changes of `requires_grad` on either kind of parameters to the other. Modules may show either."""
+        self.sync_requires_grad()
         if any([*map(FlatBuffer.take_requires_grad, self.flats)]):
             self._find_out_if_trained()
 
@@ -442,8 +443,8 @@ class Unit:
         """Each flat buffer to be gathered, with this rank's chunk, see `FlatBuffer.begin_gather`."""
         if self.is_put_away:
             self.refuse_put_away()
-        chunks = [(flat, flat.begin_gather(self._tracker, self._streams)) for flat in self.flats]
-        return [(flat, own) for flat, own in chunks if own is not None]
+        begun = self._tracker, self._streams
+        return [(flat, own) for flat in self.flats if (own := flat.begin_gather(*begun)) is not None]
 
     def add_works(self, works: Iterable[Work]) -> None:
         """Wait for these too, before the unsharded parameters may be read."""
@@ -510,7 +511,8 @@ class Unit:
 
     def use_sharded(self) -> None:
         """Let the modules show the shards, also if what was changed in a backward is refused."""
-        self.take_requires_grad()
+        if any([*map(FlatBuffer.take_requires_grad, self.flats)]):
+            self._find_out_if_trained()
         self._open = False
         for module_params in self._module_params:
             module_params.use_sharded()

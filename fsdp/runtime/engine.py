@@ -178,6 +178,10 @@ class Engine:
         """Whether the modules of the unit use its unsharded parameters."""
         return self._residencies[index].state is ResidencyState.UNSHARDED
 
+    def unsharded_units(self) -> list[int]:
+        """The numbers of the units whose modules use unsharded parameters."""
+        return [index for index, one in enumerate(self._residencies) if one.state is ResidencyState.UNSHARDED]
+
     # failures -----------------------------------------------------------------------------
 
     @property

@@ -189,9 +189,13 @@ class Passes:
 
     def pre_recompute(self, call: ForwardCall) -> None:
         """Begin the forward of a unit that a checkpoint repeats inside a backward."""
-        for index in (call.unit, *self.engine.descendants[call.unit]):
-            if self.engine.is_unsharded(index):
+        for index in self.engine.unsharded_units():
+            if index == call.unit or index in self.engine.descendants[call.unit]:
                 self._units[index].refuse_repointed()
+        if not self.engine.is_unsharded(call.unit):
+            call.begin_sharded()
+            if self._units[call.unit].versions.is_copy_of_earlier:  # a hook has changed the weights since
+                self.engine.request(call.unit, Request.RESHARD)
         self.engine.on_event(call.unit, Event.PRE_RECOMPUTE)
         self._units[call.unit].begin_recompute()
         self.engine.backward.calls.append(call)
@@ -205,6 +209,8 @@ class Passes:
         self.engine.backward.end(call)
         self._units[call.unit].end_recompute()
         self._follow_flags()
+        if call.reshards:
+            self.engine.request(call.unit, Request.RESHARD)
 
     def post_forward(self, call: ForwardCall, event: Event) -> None:
         """End the forward of a unit: POST_FORWARD, POST_FORWARD_NO_GRAD or FORWARD_FAILED. The outermost one ends the pass."""
@@ -271,11 +277,9 @@ class Passes:
             self._flags_seen = shard_changes.count
 
     def _follow_flags(self) -> None:
-        """In a backward, apply changes of `requires_grad` of units that it has entered. Their modules show either parameters."""
-        for index, unit in enumerate(self._units):
-            if self.engine.is_unsharded(index):
-                unit.sync_requires_grad()
-                unit.take_requires_grad()
+        """In a backward, apply changes of `requires_grad` of units that it has entered."""
+        for index in self.engine.unsharded_units():
+            self._units[index].follow_requires_grad()
 
     def call_at_end_of_graph_task(self, callback: Callable[[], None]) -> None:
         """Call `callback` at the end of the current graph task: of the backward, or of a reentrant checkpoint in it."""
