@@ -220,9 +220,7 @@ class Config:
     @property
     def bucket_bytes(self) -> int | None:
         """The most bytes of gradients that one collective reduces; None means those of one unit."""
-        cap = self.reduction.bucket_cap_mb
-        if cap is None:
-            cap = 25.0 if self.mesh_kind is MeshKind.REPLICATE else None
+        cap = 25.0 if self.tapers else self.reduction.bucket_cap_mb
         return None if cap is None else int(cap * 2**20)
 
     @property
@@ -299,14 +297,10 @@ def make_config(
             "reduction.find_unused_parameters needs sharding_strategy='NO_SHARD': under "
             f"{sharding_strategy!r} a unit is gathered by all ranks or none. Some ranks only may use a parameter without it."
         )
-    if not isinstance(broadcast_buffers, bool):
-        raise ShardingError(f"broadcast_buffers must be True or False, not {broadcast_buffers!r}.")
-    if not isinstance(aligned, bool):
-        raise ShardingError(f"aligned must be True or False, not {aligned!r}.")
-    if not isinstance(plain_shards, bool):
-        raise ShardingError(f"plain_shards must be True or False, not {plain_shards!r}.")
-    if not isinstance(dtensors, bool):
-        raise ShardingError(f"dtensors must be True or False, not {dtensors!r}.")
+    flags = {"broadcast_buffers": broadcast_buffers, "aligned": aligned, "plain_shards": plain_shards, "dtensors": dtensors}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ShardingError(f"{name} must be True or False, not {flag!r}.")
     if dtensors and plain_shards:
         raise ShardingError("dtensors and plain_shards contradict each other; give one of them.")
     if dtensors and mesh_kind is MeshKind.REPLICATE:

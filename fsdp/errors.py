@@ -4,18 +4,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Final
 
-from state_machine import IllegalTransition
-
-__all__ = [
-    "IllegalTransition",
-    "InputsExhausted",
-    "NoMemoryYet",
-    "PeerFailed",
-    "ShardingAssertion",
-    "ShardingError",
-    "StateMismatch",
-    "WorldError",
-]
+from state_machine import IllegalTransition as IllegalTransition
 
 EVERY_RANK: Final = "Every rank must call it."
 FEWER_BATCHES: Final = "If a rank has fewer batches than the others, train inside fsdp.join."

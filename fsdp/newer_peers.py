@@ -6,7 +6,7 @@ without it would compute something else than was asked for. A peer's default val
 
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields, is_dataclass
-from functools import wraps
+from functools import partial, wraps
 from inspect import isfunction, signature
 from typing import Any, Final, NoReturn, TypeVar, cast
 
@@ -89,7 +89,7 @@ def stands_in_for(peer: type, cls: C, answered: Collection[str] = ()) -> C:
         if name in _LEFT_ALONE or (name.startswith("_") and name != "__init__"):
             continue
         where = f"{cls.__name__}.{name}".removesuffix(".__init__")
-        decorate: Callable[[Any], Any] = takes_arguments_of(_method_of(peer, name), where, answered)
+        decorate: Callable[[Any], Any] = takes_arguments_of(partial(getattr, peer, name, None), where, answered)
         if isinstance(one, staticmethod):
             setattr(cls, name, staticmethod(decorate(one.__func__)))
         elif isfunction(one):
@@ -135,10 +135,6 @@ def refusing(where: str) -> Callable[..., NoReturn]:
         raise ShardingError(f"{where}: {UNKNOWN}")
 
     return refuse
-
-
-def _method_of(peer: type, name: str) -> Callable[[], Any]:
-    return lambda: getattr(peer, name, None)
 
 
 def _default_of(field: Any) -> object:

@@ -42,8 +42,6 @@ _IN_PLACE: Final = {
     *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"),
     *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
 }
-_ALIAS: Final = "a change of its full value"
-_SHARD: Final = "a change of its shard"
 _TARGETS: Final = ("out", "tensor", "input", "self")
 """The names of arguments that a function in place changes."""
 
@@ -175,7 +173,7 @@ class _FullValues(TorchFunctionMode):
         self._versions.clear()
         for (parameter, *_), (value, version) in values.items():
             if _version_of(value) != version:
-                raise self._changed(parameter, _ALIAS)
+                raise self._changed(parameter, "a change of its full value")
 
     def _shards_in(self, given: Any) -> list[nn.Parameter]:
         return [one for one in tree_leaves(given) if isinstance(one, nn.Parameter) and self._unit_of(one) is not None]
@@ -196,7 +194,7 @@ class _FullValues(TorchFunctionMode):
         if unit is None:
             return parameter
         if self._versions.setdefault(unit, unit.versions.now()) != unit.versions.now():
-            raise self._changed(parameter, _SHARD)
+            raise self._changed(parameter, "a change of its shard")
         key = parameter, parameter.requires_grad, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         if key not in self._values:
             value = unit.full_value(parameter, self._copies[torch.is_inference_mode_enabled()])

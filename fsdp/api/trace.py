@@ -6,6 +6,7 @@ import socket
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from time import perf_counter_ns, time
 
@@ -62,7 +63,7 @@ class Trace:
             for index, lifecycle in enumerate(engine.root.lifecycles):
                 story = deque(lifecycle.story, STORY_LENGTH)
                 lifecycle.keep_story_in(RecordedStory(story, self._recorder, first + index))
-            engine.tracker.keep_in(RecordedBytes(engine.tracker.held, self._recorder, root))
+            engine.tracker.held = RecordedBytes(engine.tracker.held, self._recorder, root)
             for name, comm in engine.comms.each().items():
                 comm.set_recorder(CommRecorder(self._recorder, name, comm.size))
             first += len(engine.units)
@@ -75,7 +76,7 @@ class Trace:
             engine.phases.set_recorder(None)
             for lifecycle in engine.root.lifecycles:
                 lifecycle.keep_story_in(deque(lifecycle.story, STORY_LENGTH))
-            engine.tracker.keep_in(dict(engine.tracker.held))
+            engine.tracker.held = dict(engine.tracker.held)
             for comm in engine.comms.each().values():
                 comm.set_recorder(None)
         self._info = self._describe()
@@ -83,16 +84,12 @@ class Trace:
 
     def _describe(self) -> TraceInfo:
         first, units = self._engines[0], [unit for engine in self._engines for unit in engine.units]
-        roots, count = [], 0
-        for engine in self._engines:
-            roots.append(count)
-            count += len(engine.units)
         config = first.units[0].config
         return TraceInfo(
             rank=first.comms.world_comm.rank,
             world_size=first.comms.world_comm.size,
             units=[unit.name for unit in units],
-            roots=roots,
+            roots=[*accumulate([len(engine.units) for engine in self._engines[:-1]], initial=0)],
             began=self._began,
             ended=self._ended,
             began_at=self._began_at,

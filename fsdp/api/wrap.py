@@ -36,7 +36,6 @@ from fsdp.comm.dtensor_mesh import groups_around, open_mesh, ranks_around
 from fsdp.comm.open_communicators import Mesh, ProcessGroup, open_across, open_comms, open_routed
 from fsdp.config import Config, ReductionPolicy, find_strategy, make_config
 from fsdp.errors import ShardingError
-from fsdp.params.unit import Unit
 from fsdp.runtime.registry import UnitRef, engines_in, unit_ref_of
 
 P = ParamSpec("P")
@@ -331,7 +330,7 @@ def _plan(modules: Sequence[nn.Module], policy: Any, ignored: Any, ignored_param
             raise ShardingError(f"{type(module).__name__} is a unit already; wrap a module once.")
         if isinstance(module, FullyShardedDataParallel):
             raise ShardingError("the module is a FullyShardedDataParallel already; wrap a module once.")
-    return make_plan(modules, policy, _unit_of, lambda one: isinstance(one, FullyShardedDataParallel), ignored, ignored_params)
+    return make_plan(modules, policy, lambda one: isinstance(one, FullyShardedDataParallel), ignored, ignored_params)
 
 
 def _check_plan(plan: Sequence[Planned], comms: CommContext, config: Config, module: nn.Module) -> None:
@@ -353,11 +352,6 @@ def _check_plan(plan: Sequence[Planned], comms: CommContext, config: Config, mod
             check_ranks(one.name, inner.unit, comms, config)
     check_devices(plan, comms.world_comm)
     check_renormalised(plan, comms.world_comm)
-
-
-def _unit_of(module: nn.Module) -> Unit | None:
-    sharded = unit_ref_of(module)
-    return None if sharded is None else sharded.unit
 
 
 @contextmanager

@@ -93,7 +93,7 @@ class ForwardCall:
         self.carried = carried
 
     def begin_sharded(self) -> None:
-        """The call begins inside a backward, and its unit is sharded. If it makes no graph, the backward does not need it after."""
+        """The call begins inside a backward, where its unit is sharded. Without a graph it is an evaluation."""
         self.reshards = not self.records
 
     def set_guard(self, guard: Any) -> None:

@@ -50,12 +50,8 @@ def attach(
     check_steps(engine)
     remember(engine.snapshot)
     refusals = refuse_on_meta(engine)
-    around: list[list[Unit]] = [[] for _ in units]
-    for outer, inside in enumerate(descendants):
-        for index in inside:
-            around[index].append(units[outer])
     for index, unit in enumerate(units):
-        state_hooks = StateHooks(engine, index, around[index])
+        state_hooks = StateHooks(engine, index)
         ref = UnitRef(engine, hooks, state_hooks.handles if index else [*state_hooks.handles, *refusals], index)
         copier = Copier(engine, index, attach)
         for module in unit.modules:

@@ -5,7 +5,7 @@ have values, so no rank ever holds more than one unsharded unit and the layers a
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from operator import is_not
+from operator import is_not, methodcaller
 from typing import Any
 
 import torch
@@ -152,7 +152,7 @@ class _Builder:
         self._has_grad = has_grad
         self._config = config
         self._comms = comms
-        self._initialise = initialise or _reset
+        self._initialise = initialise or methodcaller("reset_parameters")  # checked before anything was changed
         self._index = {id(module): index for index, one in enumerate(plan) for module in one.members}
         self._own = [{id(module) for module in one.own_modules} for one in plan]
         self._units: list[Unit | None] = [None for _ in plan]
@@ -218,10 +218,6 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[name] = torch.empty_like(buffer, device=device)
-
-
-def _reset(module: nn.Module) -> None:
-    module.reset_parameters()  # type: ignore[operator]  # checked before anything was changed
 
 
 def _parameters_of(one: Planned, comms: CommContext) -> Iterator[tuple[str, Tensor, Communicator]]:

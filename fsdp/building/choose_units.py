@@ -24,6 +24,7 @@ from fsdp.params.module_tree import IGNORED
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
+from fsdp.runtime.registry import unit_ref_of
 from fsdp.state_dict.fqns import TRANSPARENT
 
 WrapPolicy: TypeAlias = Collection[type[nn.Module]] | Choice | Fsdp1Policy | CustomPolicy | Literal["auto"]
@@ -60,10 +61,9 @@ class Planned(NamedTuple):
 def make_plan(
     roots: Sequence[nn.Module],
     policy: Any,
-    unit_of: Callable[[nn.Module], Unit | None],
     is_wrapper: Callable[[nn.Module], bool],
-    ignored: Any = None,
-    ignored_params: Any = None,
+    ignored: Any,
+    ignored_params: Any,
 ) -> list[Planned]:
     """Return the units of `roots`, outermost first, in the order of the modules. Several roots are one unit.
 
@@ -82,11 +82,11 @@ def make_plan(
                 f"a {type(root).__name__} has no forward of its own and cannot be a unit; wrap its members, or the "
                 "module that contains it."
             )
-    left_alone = _modules_to_ignore(roots, ignored, unit_of)
+    left_alone = _modules_to_ignore(roots, ignored)
     meshes = custom_choice(policy, roots[0], left_alone) if _is_custom(policy) else {}
     chosen = _chooser(policy, roots[0], left_alone, meshes)
     _check_classes(policy, roots)
-    walk = _Walk(roots, chosen, unit_of, is_wrapper, left_alone, _params_to_ignore(ignored_params))
+    walk = _Walk(roots, chosen, is_wrapper, left_alone, _params_to_ignore(ignored_params))
     for number, root in enumerate(roots):
         walk.visit(root, str(number) if len(roots) > 1 else "", ())
     plan = walk.planned()
@@ -106,7 +106,6 @@ class _Walk:
         self,
         roots: Sequence[nn.Module],
         chosen: Callable[[str, nn.Module], bool],
-        unit_of: Callable[[nn.Module], Unit | None],
         is_wrapper: Callable[[nn.Module], bool],
         ignored: Collection[int],
         left_out: set[int],
@@ -117,7 +116,6 @@ class _Walk:
         self._ignored = ignored
         self._ignored_parameters: dict[int, str] = {}
         self._chosen = chosen
-        self._unit_of = unit_of
         self._is_wrapper = is_wrapper
         self._inside = {id(module) for root in roots for module in root.modules()}
         self._modules: list[nn.Module] = []
@@ -170,7 +168,7 @@ class _Walk:
         param_infos: list[list[ParamInfo]] = [[] for _ in self._modules]
         for key, info in self._param_infos.items():
             owner = self._chains[key][-1]
-            unit = self._unit_of(self._modules[owner])
+            unit = _unit_of(self._modules[owner])
             if unit is None or owner in regrouped:
                 param_infos[owner].append(info)
             elif owning_unit(info.parameter) is not unit:
@@ -184,7 +182,7 @@ class _Walk:
             Planned(
                 self._modules[i],
                 ("" if len(self._roots) > 1 and not i else self._names[i]) or type(self._modules[i]).__name__,
-                None if i in regrouped else self._unit_of(self._modules[i]),
+                None if i in regrouped else _unit_of(self._modules[i]),
                 regrouped.get(i),
                 param_infos[i],
                 frozenset(position[outer] for outer in self._ancestors[i]),
@@ -207,13 +205,13 @@ class _Walk:
 
     def _members_of(self, module: nn.Module) -> tuple[nn.Module, ...]:
         """The modules of the unit to which a unit's module belongs."""
-        unit = self._unit_of(module)
+        unit = _unit_of(module)
         if unit is not None:
             return unit.modules
         return self._roots if any(module is root for root in self._roots) else (module,)
 
     def _is_unit(self, module: nn.Module, path: str) -> bool:
-        if any(module is root for root in self._roots) or self._unit_of(module) is not None:
+        if any(module is root for root in self._roots) or _unit_of(module) is not None:
             return True
         if self._is_wrapper(module) or not self._chosen(path, module):
             return False
@@ -231,16 +229,13 @@ class _Walk:
     def _note(self, module: nn.Module, attribute: str, parameter: nn.Parameter, name: str, chain: tuple[int, ...]) -> None:
         key = id(parameter)
         owner = owning_unit(parameter)
-        if isinstance(owner, Unit) and not self._contains(owner.module):
+        if isinstance(owner, Unit) and id(owner.module) not in self._inside:
             self._borrow(module, attribute, owner, name)
             return
         info = self._param_infos.setdefault(key, ParamInfo(parameter))
         info.add(name, module, attribute)
         # a shared module stands at different depths of two chains, so a position in one says nothing about the other
         self._chains[key] = tuple(one for one in self._chains.get(key, chain) if one in chain)
-
-    def _contains(self, module: nn.Module) -> bool:
-        return id(module) in self._inside
 
     def _borrow(self, module: nn.Module, attribute: str, owner: Unit, name: str) -> None:
         """Note that a module uses a parameter of a unit that is not inside the root."""
@@ -298,12 +293,17 @@ def refuse_regrouping(unit: Unit, name: str) -> None:
         )
 
 
+def _unit_of(module: nn.Module) -> Unit | None:
+    sharded = unit_ref_of(module)
+    return None if sharded is None else sharded.unit
+
+
 def buffers_of(one: Planned) -> list[tuple[str, Tensor]]:
     """The buffers of a unit and of all below it, with their names."""
     return [entry for module in one.members for entry in module.named_buffers()]
 
 
-def _modules_to_ignore(roots: Sequence[nn.Module], ignored: Any, unit_of: Callable[[nn.Module], Unit | None]) -> set[int]:
+def _modules_to_ignore(roots: Sequence[nn.Module], ignored: Any) -> set[int]:
     """Check `ignored` and return the ids of its modules."""
     if ignored is None:
         return set()
@@ -315,7 +315,7 @@ def _modules_to_ignore(roots: Sequence[nn.Module], ignored: Any, unit_of: Callab
             raise ShardingError(f"ignored_modules must name modules; this is not one: {module!r}.")
         if id(module) not in inside or any(module is root for root in roots):
             raise ShardingError(f"ignored_modules: this {type(module).__name__} is not a part of the module that is wrapped.")
-        if any(unit_of(one) is not None for one in module.modules()):
+        if any(unit_ref_of(one) is not None for one in module.modules()):
             raise ShardingError(f"ignored_modules: this {type(module).__name__} contains a unit already.")
     return set(map(id, ignored))
 

@@ -51,7 +51,7 @@ def check_shardable(plan: Sequence[Planned], config: Config) -> None:
                     f"unit {one.name!r} contains a scripted {module.original_name}, whose parameters TorchScript keeps; wrap the "
                     "module that was scripted, or name it in ignored_modules."
                 )
-        for info in _not_sharded_yet(one):
+        for info in _not_sharded_yet([one]):
             name, reason = info.names[0], _parameter_problem(info.parameter, config.dtensors)
             if reason is None and config.dtensors and not info.parameter.dim():
                 reason = (
@@ -62,7 +62,8 @@ def check_shardable(plan: Sequence[Planned], config: Config) -> None:
                 raise ShardingError(f"parameter {name!r} {reason}")
     _check_shared_memory(plan)
     buffers = buffers_of(plan[0]) if config.sync_module_states or config.broadcast_buffers else []
-    for name, tensor in [*buffers, *_new_parameters(plan)] if config.sync_module_states else buffers:
+    parameters = [(info.names[0], info.parameter) for info in _not_sharded_yet(plan)] if config.sync_module_states else []
+    for name, tensor in [*buffers, *parameters]:
         reason = _broadcast_problem(tensor)
         if reason is not None:
             raise ShardingError(
@@ -136,7 +137,7 @@ def choose_cuts(plan: Sequence[Planned], config: Config, mesh: Any, placement_of
         raise ShardingError("shard_placement_fn chooses the placements of DTensors; give dtensors=True, or leave it out.")
     if placement_of is not None and not callable(placement_of):
         raise ShardingError(f"shard_placement_fn must be a function of a parameter, not {placement_of!r}.")
-    for info in (info for one in plan if one.unit is None for info in _not_sharded_yet(one)):
+    for info in _not_sharded_yet(plan):
         name = info.names[0]
         given: Any = None if placement_of is None else placement_of(info.parameter)
         if hasattr(given, "mesh_info"):  # FSDP2's ShardPlacementResult
@@ -178,7 +179,7 @@ def choose_dtypes(plan: Sequence[Planned], config: Config, policy: Any) -> None:
     choose, default = getattr(policy, "param_dtype_override_fn", None), config.mp_policy.param_dtype
     if choose is None:
         return
-    for info in (info for one in plan if one.unit is None for info in _not_sharded_yet(one)):
+    for info in _not_sharded_yet(plan):
         chosen, own = choose(info.parameter), info.parameter.dtype
         if chosen not in (None, default, own):
             raise ShardingError(
@@ -232,7 +233,7 @@ def check_renormalised(plan: Sequence[Planned], comm: Communicator) -> None:
         ShardingError: one does, and there are several ranks.
     """
     for one in plan if comm.size > 1 else ():
-        for info in one.param_infos if one.unit is None else ():
+        for info in one.param_infos:
             for module, _ in info.slots:
                 if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
                     raise ShardingError(
@@ -296,7 +297,7 @@ def _parameter_problem(parameter: Tensor, dtensors: bool) -> str | None:
 def _gradient_problem(parameter: Tensor) -> str | None:
     gradient = parameter.grad
     if gradient is None or (
-        gradient.layout is torch.strided and _has_plain_operators(gradient) and gradient.device == parameter.device
+        gradient.layout is torch.strided and _is_plain(type(gradient)) and gradient.device == parameter.device
     ):
         return None
     return (
@@ -311,7 +312,7 @@ def _broadcast_problem(tensor: Tensor) -> str | None:
         return "is not initialised yet"
     if isinstance(tensor, nn.Parameter) and (local := local_of(tensor)) is not None:
         tensor = local
-    if not _has_plain_operators(tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
+    if not _is_plain(type(tensor)) or tensor.layout is not torch.strided or tensor.is_quantized:
         return f"is a {type(tensor).__name__} of layout {tensor.layout} and dtype {tensor.dtype}"
     if tensor.is_inference():
         return "was made in torch.inference_mode"
@@ -322,10 +323,6 @@ def _broadcast_problem(tensor: Tensor) -> str | None:
 
 def _is_dtensor(tensor: Tensor) -> bool:
     return any(f"{base.__module__}.".startswith("torch.distributed.tensor.") for base in type(tensor).__mro__)
-
-
-def _has_plain_operators(tensor: Tensor) -> bool:
-    return _is_plain(type(tensor))
 
 
 def _is_plain(kind: Any) -> bool:
@@ -347,7 +344,8 @@ def _check_shared_memory(plan: Sequence[Planned]) -> None:
         ShardingError: two Parameter objects share their memory.
     """
     first: dict[tuple[torch.device, int], tuple[str, bool]] = {}
-    for name, parameter in _new_parameters(plan):
+    for info in _not_sharded_yet(plan):
+        name, parameter = info.names[0], info.parameter
         local = local_of(parameter)
         here = parameter if local is None else local
         if here.is_meta or not here.numel():
@@ -361,10 +359,6 @@ def _check_shared_memory(plan: Sequence[Planned]) -> None:
             )
 
 
-def _new_parameters(plan: Sequence[Planned]) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((info.names[0], info.parameter) for one in plan for info in _not_sharded_yet(one))
-
-
-def _not_sharded_yet(planned: Planned) -> Iterator[ParamInfo]:
-    """The parameters of a new unit, without those that come from another unit."""
-    return (info for info in planned.param_infos if owning_unit(info.parameter) is None)
+def _not_sharded_yet(plan: Sequence[Planned]) -> Iterator[ParamInfo]:
+    """The parameters of new units, without those that come from another unit."""
+    return (info for one in plan for info in one.param_infos if owning_unit(info.parameter) is None)

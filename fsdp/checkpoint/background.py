@@ -66,13 +66,12 @@ def finished(path: Path) -> Saving:
 
 def run_in_background(world_comm: Communicator, path: Path, work: Callable[[], None]) -> Saving:
     """Run `work` on a thread. In a simulated world it runs before this returns, so that every run can be repeated."""
+    future: Future[None] = Future()
     if current_rank() is not None:
-        future: Future[None] = Future()
         _run(path, work, future)
     else:
         # the interpreter joins the threads of an executor when it ends, so no save is cut short
         threads = ThreadPoolExecutor(1, thread_name_prefix="fsdp.save")
-        future = Future()
         threads.submit(_run, path, work, future)
         threads.shutdown(wait=False)
     _last[world_comm] = saving = Saving(path, future)

@@ -83,7 +83,7 @@ def convert(path: Path, out: Path, to: str, max_shard_size: int) -> None:
     Raises:
         ShardingError: `path` cannot be read, or `out` exists.
     """
-    if damage := (damage_in(path) if path.is_dir() else []):
+    if damage := damage_in(path):
         raise ShardingError(f"convert: {path} is damaged: {'; '.join(damage[:3])}.")
     if out.exists():
         raise ShardingError(f"convert: {out} exists already; give another name, or remove it first.")

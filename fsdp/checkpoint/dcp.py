@@ -76,24 +76,19 @@ class StoredCheckpoint:
         self.folder = folder
         self.metadata = read_metadata(folder)
 
-    def _set_metadata(self, metadata: "Metadata") -> None:
-        self.metadata = metadata
-
     def renamed(self, keys: Mapping[str, tuple[str, tuple[str | int, ...]]]) -> "StoredCheckpoint":
         """The same checkpoint with these keys alone, each under another name and path in the nested state dict."""
         found, metadata = copy(self), self.metadata
         names = {key: name for key, (name, _) in keys.items()}
-        found._set_metadata(
-            replace(
-                metadata,
-                state_dict_metadata={name: metadata.state_dict_metadata[key] for key, name in names.items()},
-                planner_data=dict(keys.values()),
-                storage_data={
-                    index if index.fqn == names[index.fqn] else replace(index, fqn=names[index.fqn]): info
-                    for index, info in metadata.storage_data.items()
-                    if index.fqn in names
-                },
-            )
+        found.metadata = replace(
+            metadata,
+            state_dict_metadata={name: metadata.state_dict_metadata[key] for key, name in names.items()},
+            planner_data=dict(keys.values()),
+            storage_data={
+                index if index.fqn == names[index.fqn] else replace(index, fqn=names[index.fqn]): info
+                for index, info in metadata.storage_data.items()
+                if index.fqn in names
+            },
         )
         return found
 
@@ -159,7 +154,7 @@ class ReadPlan:
             ShardingError: a file is missing or too short, or a value is a pickle of more than plain data.
         """
         stored = self._stored  # the lambda must not refer to self: such a cycle would keep the values alive
-        self._planner.report_to(lambda item: on_progress(stored.info(item).length))
+        self._planner.on_progress = lambda item: on_progress(stored.info(item).length)
         reader = FileSystemReader(self._stored.folder)
         reader.set_up_storage_reader(self._stored.metadata, is_coordinator=False)
         try:
@@ -176,17 +171,14 @@ class ReadPlan:
 class _LoadPlanner(DefaultLoadPlanner):
     """torch's planner, with `weights_only` for values that are no tensors, and with reports of progress."""
 
-    _on_progress: Callable[[ReadItem], None] = staticmethod(lambda item: None)
-
-    def report_to(self, on_progress: Callable[[ReadItem], None]) -> None:
-        self._on_progress = on_progress
+    on_progress: Callable[[ReadItem], None] = staticmethod(lambda item: None)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
-        self._on_progress(read_item)
+        self.on_progress(read_item)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        self._on_progress(read_item)
+        self.on_progress(read_item)
 
 
 class LazyTensor:
@@ -214,21 +206,15 @@ class _SavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__()
         self.staged: dict[MetadataIndex, Tensor | io.BytesIO] = {}
-        self._on_progress: Callable[[int], None] = lambda count: None
+        self.on_progress: Callable[[int], None] = lambda count: None
 
     def stage(self, items: Sequence[WriteItem]) -> None:
         """Copy the values of `items` to the host, and forget the state dict."""
         self.staged = {item.index: _copy(self.resolve_data(item)) for item in items}
         self.state_dict = {}
 
-    def report_to(self, on_progress: Callable[[int], None]) -> None:
-        self._on_progress = on_progress
-
-    def drop_staged(self) -> None:
-        self.staged = {}
-
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        self._on_progress(size_of(write_item))
+        self.on_progress(size_of(write_item))
         if write_item.index in self.staged:
             return self.staged.pop(write_item.index)  # each item is written once
         value = self.state_dict[write_item.index.fqn]
@@ -286,7 +272,7 @@ class WritePlan:
             Exception: writing failed on this rank.
             ShardingError: writing failed on another rank, which is named.
         """
-        self._planner.report_to(on_progress)
+        self._planner.on_progress = on_progress
 
         @not_written("save", self._final)
         def put() -> tuple[list[WriteResult], dict[str, Any]]:
@@ -308,7 +294,7 @@ class WritePlan:
         try:
             answers = agree_and_gather(comm, "save", put)
         finally:
-            self._planner.drop_staged()
+            self._planner.staged = {}
         files = {name: entry for _, records in answers for name, entry in records.items()}
         return {**files, **agree_and_gather(comm, "save", finish)[0]}
 

@@ -7,7 +7,6 @@ Rule 2: files hold full tensors. torch's Distributed Checkpoint has a writer for
 
 import json
 import re
-from collections.abc import Iterator
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -28,8 +27,8 @@ from fsdp.shards.refusals import check_fit
 from fsdp.state_dict.fqns import IncompatibleKeys, check_names
 from fsdp.state_dict.full_state import RANGE_BYTES
 from fsdp.state_dict.model_view import ModelView
-from fsdp.state_dict.param_ranges import gather_range, memory_for, ranges_of
-from fsdp.state_dict.param_shard import ParamShard
+from fsdp.state_dict.param_ranges import gather_ranges
+from fsdp.state_dict.param_shard import ParamShard, param_shards_of
 
 INDEX: Final = "model.safetensors.index.json"
 MULTIPLES: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -59,9 +58,9 @@ def export_safetensors(
     unsharded = [
         (name, tensor) for name, tensor in model_view.entries if id(tensor) not in param_shards and names[id(tensor)] == name
     ]
-    ranges = [(unit, found) for unit in model_view.units for found in ranges_of(unit, RANGE_BYTES)]
     planned = [(name, tensor.nbytes) for name, tensor in unsharded]
-    planned += [(names[id(shard.parameter)], _full_bytes(shard)) for _, found in ranges for shard in found.param_shards]
+    sharded = (shard for unit in model_view.units for shard in param_shards_of(unit))
+    planned += [(names[id(shard.parameter)], prod(shard.shape) * shard.parameter.element_size()) for shard in sharded]
     files = plan_files(planned, limit)
     meter = Progress("export_safetensors", progress, comm.rank)
     agree_on_refusals(comm, "export_safetensors", meter.check)
@@ -70,10 +69,8 @@ def export_safetensors(
             meter.begin(sum(size for _, size in planned))
             writer = _Writer(working, files, comm.rank, comm.size, meter)
             for name, tensor in unsharded:
-                writer.take(name, tensor if writer.writer_of(name) == 0 else _of_rank_0(name, tensor, comm))
-            memory = memory_for([param_range for _, param_range in ranges])
-            for unit, param_range in ranges:
-                buffer = gather_range(param_range, unit.name, memory)
+                writer.take(name, tensor if writer.writers[name] == 0 else _of_rank_0(name, tensor, comm))
+            for param_range, buffer in gather_ranges(model_view.units, RANGE_BYTES):
                 for param_shard in param_range.param_shards:
                     writer.take(names[id(param_shard.parameter)], param_range.full_param(buffer, param_shard))
 
@@ -140,7 +137,10 @@ def _targets(
         ShardingError: a file is missing or damaged, or names, shapes or dtypes are not the model's.
     """
     operation = f"load_safetensors {path}"
-    slices = dict(slices_in(path, operation, stack))
+    slices: dict[str, Any] = {}
+    for file in files_in(path, operation):
+        opened = stack.enter_context(opened_file(file, operation))
+        slices.update({key: opened.get_slice(key) for key in opened.keys()})  # noqa: SIM118  # not a mapping
     names: dict[int, str] = {}
     for name, tensor in model_view.entries:
         if name in slices:
@@ -172,15 +172,12 @@ class _Writer:
         self._progress = progress
         self._working = working
         self._names = [file_name(number, len(files)) for number in range(len(files))]
-        self._writers = {name: number % size for number, tensors in enumerate(files) for name, _ in tensors}
+        self.writers = {name: number % size for number, tensors in enumerate(files) for name, _ in tensors}
+        """The rank that writes the file of each tensor."""
         self._mine = {name: number for number, tensors in enumerate(files) if number % size == rank for name, _ in tensors}
         self._missing = {number: len(tensors) for number, tensors in enumerate(files)}
         self._held: dict[int, dict[str, Tensor]] = {}
         self._failure: Exception | None = None
-
-    def writer_of(self, name: str) -> int:
-        """The rank that writes the file of this tensor."""
-        return self._writers[name]
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Keep a copy of a full tensor if this rank writes its file."""
@@ -232,18 +229,6 @@ def plan_files(tensors: list[tuple[str, int]], limit: int) -> list[list[tuple[st
             files.append([])
         files[-1].append((name, size))
     return files
-
-
-def _full_bytes(param_shard: ParamShard) -> int:
-    return prod(param_shard.shape) * param_shard.parameter.element_size()
-
-
-def slices_in(path: Path, operation: str, stack: ExitStack) -> Iterator[tuple[str, Any]]:
-    """The name of every tensor in the file or folder, and the unread tensor. `stack` keeps the files open."""
-    for file in files_in(path, operation):
-        opened = stack.enter_context(opened_file(file, operation))
-        for key in opened.keys():  # noqa: SIM118  # not a mapping
-            yield key, opened.get_slice(key)
 
 
 def files_in(path: Path, operation: str) -> list[Path]:

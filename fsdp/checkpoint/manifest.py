@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 from zlib import crc32
@@ -32,7 +32,7 @@ class Manifest:
     """How each sharded parameter is cut: its start in the flat buffer, and the length and the number of the buffer's shards."""
     files: dict[str, dict[str, Any]]
     """`bytes` and `items` of each file, by name. An item is [offset, length, crc32]."""
-    version: int = field(default=VERSION)
+    version: int = VERSION
 
     def write(self, folder: Path) -> None:
         """Write the manifest into `folder`, and sync it to disk."""

@@ -28,7 +28,7 @@ def delayed(streams: Streams, rank: int, device: torch.device) -> Streams:
     return DelayedStreams(streams, f"{seed} of rank {rank}", device) if seed else streams
 
 
-class DelayedStreams:
+class DelayedStreams(Streams):
     """Streams with a random delay before each operation that waits, records or enters a stream of the engine."""
 
     def __init__(self, streams: Streams, seed: str, device: torch.device) -> None:

@@ -20,14 +20,12 @@ from types import FrameType
 from typing import Final
 
 from fsdp.debug.error_notes import communicator_lines, lines_of
-from fsdp.debug.run_dir import answer_questions
+from fsdp.debug.run_dir import FRAMES, answer_questions
 from fsdp.debug.snapshot import EngineSnapshot
 from fsdp.errors import ShardingError
 
 DUMP: Final = "FSDP_DUMP_ON_SIGNAL"
 """The environment variable that installs the handler when the first model is wrapped, with the value 1."""
-FRAMES: Final = 12
-"""The number of innermost frames of the main thread that are printed."""
 
 
 def dump_on_signal(number: int = signal.SIGUSR1) -> None:
@@ -62,7 +60,7 @@ def dump_on_signal(number: int = signal.SIGUSR1) -> None:
         signal.set_wakeup_fd(taken)
         reader.close()
         writer.close()
-        signal.signal(number, _print_now)
+        signal.signal(number, lambda *_: _print())
 
 
 def remember(snapshot: Callable[[], EngineSnapshot]) -> None:
@@ -121,7 +119,3 @@ def _print_when_woken(reader: socket.socket, number: int) -> None:
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
     """Handles the signal, which would end the process without a handler. The thread prints."""
-
-
-def _print_now(number: int, frame: FrameType | None) -> None:
-    _print()

@@ -46,12 +46,9 @@ def add_note_to_what_ends_the_backward(snapshot: Snapshot, index: int, then: Cal
     torch shows this exception to nobody before the caller of the backward. Returns whether the exception will be found.
     """
     now = snapshot()
-    short, long = _note_of(now, index, False), _note_of(now, index, True)
 
     def add(error: BaseException) -> None:
-        if not is_noted(error):
-            note = long if isinstance(error, ShardingError | IllegalTransition | WorldError) else short
-            error.add_note(note + _reason(error))
+        add_note(error, lambda: now, index)
         then(error)
 
     frame = running_backward()
@@ -136,8 +133,4 @@ def _when_it_raises(frame: FrameType, on_error: Callable[[BaseException], None])
     frame.f_trace = trace
     if outer is None:
         # Python reads the trace function of a frame only while tracing is on
-        sys.settrace(_trace_nothing)
-
-
-def _trace_nothing(frame: FrameType, event: str, arg: Any) -> None:
-    return None
+        sys.settrace(lambda *_: None)

@@ -35,9 +35,7 @@ class Home:
     def count_put_away(self, tracker: MemoryTracker, shard: Tensor, is_away: bool) -> None:
         """Count that `fsdp.offload` has moved a shard to the host, or `fsdp.onload` back. What is on the host stays there."""
         if self.device.type not in ("cpu", "meta"):
-            moved = size_of(shard) if is_away else -size_of(shard)
-            tracker.add("shards", -moved)
-            tracker.add_offloaded(moved)
+            tracker.add("shards", -size_of(shard) if is_away else size_of(shard))
 
     def device_bytes(self, tensor: Tensor) -> int:
         """Bytes that a tensor which is at home takes on the device that computes."""
@@ -83,7 +81,7 @@ class HostHome(Home):
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self.pins)
 
     def count(self, tracker: MemoryTracker, shard: Tensor) -> None:
-        tracker.add_offloaded(size_of(shard))
+        return
 
     def count_put_away(self, tracker: MemoryTracker, shard: Tensor, is_away: bool) -> None:
         return

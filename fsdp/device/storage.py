@@ -23,18 +23,9 @@ class MemoryTracker:
     """
 
     held: dict[str, int] = field(default_factory=dict)
+    """By kind. A trace puts a dict of its own in the place."""
     peak: int = 0
     now: int = 0
-    offloaded: int = 0
-    """Bytes of shards in host memory."""
-
-    def keep_in(self, held: dict[str, int]) -> None:
-        """From now on, write the bytes of each kind to `held`, which has them already."""
-        self.held = held
-
-    def add_offloaded(self, count: int) -> None:
-        """Count `count` bytes of shards as in host memory."""
-        self.offloaded += count
 
     def add(self, kind: str, count: int) -> None:
         """Count `count` bytes as allocated or, if it is negative, as released."""
@@ -144,15 +135,12 @@ class HostCopies:
         self._moved: list[tuple[torch.UntypedStorage, Tensor]] = []
         """Each storage without memory, and its bytes in host memory."""
 
-    def move(self, tensor: Tensor) -> int:
-        """Move the memory of `tensor` to the host; return its bytes. Host tensors stay, and so does what has no memory."""
+    def move(self, tensor: Tensor) -> None:
+        """Move the memory of `tensor` to the host. Host tensors stay, and so does what has no memory."""
         storage = tensor.untyped_storage()
-        if storage.device.type in ("cpu", "meta") or not storage.nbytes():
-            return 0
-        copy = _bytes_of(storage).cpu()
-        storage.resize_(0)
-        self._moved.append((storage, copy))
-        return copy.numel()
+        if storage.device.type not in ("cpu", "meta") and storage.nbytes():
+            self._moved.append((storage, _bytes_of(storage).cpu()))
+            storage.resize_(0)
 
     def move_back(self) -> None:
         """Move all back to the device. If that runs out of memory, the rest stays here, and this may be called again."""

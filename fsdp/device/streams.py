@@ -28,15 +28,20 @@ uses what they read or write.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
+_NOTHING: Final = nullcontext()
 
-class Streams(Protocol):
-    """The order of computing, gathering and reducing on one device."""
 
-    on_host: bool
+class Streams:
+    """The order of computing, gathering and reducing on one device. As they stand here, the streams of a CPU: none.
+
+    There the order follows from waiting for collectives.
+    """
+
+    on_host = True
     """Whether this is a CPU, where everything runs in the order of the program."""
 
     def pass_begins(self) -> None:
@@ -50,18 +55,22 @@ class Streams(Protocol):
 
     def gathering(self) -> AbstractContextManager[Any]:
         """A context whose work runs on the gather stream, after the last reader of released memory."""
+        return _NOTHING
 
     def gathered(self) -> Sequence[Any]:
         """Events to wait for: the end of all copies made in `gathering` so far. Collectives have works of their own."""
+        return ()
 
     def released(self) -> None:
         """Record that the compute stream has used an unsharded buffer for the last time."""
 
     def reducing(self, lane: int = 0) -> AbstractContextManager[Any]:
         """A context whose work runs on a reduction stream, after all that the compute stream has done so far."""
+        return _NOTHING
 
     def landing(self, lane: int = 0) -> AbstractContextManager[Any]:
         """A context whose work runs on a reduction stream, without waiting for the compute stream."""
+        return _NOTHING
 
     def computing(self) -> AbstractContextManager[Any]:
         """A context whose work runs on the stream on which the last pass began, after all others on which units have computed.
@@ -70,12 +79,14 @@ class Streams(Protocol):
         up after a failed backward. Memory that is released in this context can be handed out again on the compute stream at once.
         The others wait for it at the end.
         """
+        return _NOTHING
 
     def await_reductions(self) -> None:
         """Make the current stream, which computes, wait for the reduction streams."""
 
     def uploading(self) -> AbstractContextManager[Any]:
         """A context whose work runs on the upload stream, after the last reader of released memory."""
+        return _NOTHING
 
     def uploaded(self) -> None:
         """Make the gather stream wait for what the upload stream has copied so far."""
@@ -87,95 +98,35 @@ class Streams(Protocol):
         """Return when all copies from and to the host, so far, are complete. The host program waits, and no stream does."""
 
 
-_NOTHING: Final = nullcontext()
+class Queues:
+    """Makes the streams and events of a device, with the classes of torch's module for its type, such as `torch.cuda`.
 
-
-class HostStreams:
-    """The streams of a CPU: none. The order follows from waiting for collectives."""
-
-    on_host = True
-
-    def pass_begins(self) -> None:
-        return
-
-    def computes(self) -> None:
-        return
-
-    def unit_begins(self, has_waited: bool) -> None:
-        return
-
-    def gathering(self) -> AbstractContextManager[Any]:
-        return _NOTHING
-
-    def gathered(self) -> Sequence[Any]:
-        return ()
-
-    def released(self) -> None:
-        return
-
-    def reducing(self, lane: int = 0) -> AbstractContextManager[Any]:
-        return _NOTHING
-
-    def landing(self, lane: int = 0) -> AbstractContextManager[Any]:
-        return _NOTHING
-
-    def computing(self) -> AbstractContextManager[Any]:
-        return _NOTHING
-
-    def await_reductions(self) -> None:
-        return
-
-    def uploading(self) -> AbstractContextManager[Any]:
-        return _NOTHING
-
-    def uploaded(self) -> None:
-        return
-
-    def copied(self) -> None:
-        return
-
-    def await_copies(self) -> None:
-        return
-
-
-class Queues(Protocol):
-    """Makes the streams and events of `DeviceStreams`. Tests give virtual ones, which record each access to memory."""
-
-    def stream(self) -> Any:
-        """A stream, with `wait_stream` and `wait_event`."""
-
-    def event(self) -> Any:
-        """An event, with `record(stream)`, `wait` and `synchronize`."""
-
-    def current(self) -> Any:
-        """The current stream, which computes."""
-
-    def entered(self, stream: Any) -> AbstractContextManager[Any]:
-        """A context whose work runs on `stream`."""
-
-
-class DeviceQueues:
-    """Makes the streams and events of a device, with the classes of torch's module for its type, such as `torch.cuda`."""
+    Tests give virtual ones, which record each access to memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
 
     def stream(self) -> Any:
+        """A stream, with `wait_stream` and `wait_event`."""
         return self._module.Stream(self._device, priority=-1)
 
     def event(self) -> Any:
+        """An event, with `record(stream)`, `wait` and `synchronize`."""
         return self._module.Event()
 
     def current(self) -> Any:
+        """The current stream, which computes."""
         return self._module.current_stream(self._device)
 
     def entered(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context whose work runs on `stream`."""
         context: AbstractContextManager[Any] = self._module.stream(stream)
         return context
 
 
-class DeviceStreams:
+class DeviceStreams(Streams):
     """A gather stream and one reduction stream for each lane, in addition to the compute stream.
 
     With `offloads`, also an upload stream.
@@ -313,7 +264,7 @@ def stall(seconds: float) -> None:
 
 def make_streams(device: torch.device, lanes: int, offloads: bool) -> Streams:
     """The streams of a device, with `lanes` reduction streams. `offloads`: some shards are in host memory."""
-    return DeviceStreams(DeviceQueues(device), lanes, offloads) if _has_streams(device) else HostStreams()
+    return DeviceStreams(Queues(device), lanes, offloads) if _has_streams(device) else Streams()
 
 
 def _has_streams(device: torch.device) -> bool:

@@ -30,7 +30,7 @@ def make_dtensor(local: Tensor, spec: Any) -> Tensor:
     # as torch's own fully_shard makes them, without `__init__`, which takes most of the time and does nothing
     kind = _dtensor_class()
     made: Tensor = kind.__new__(kind, _at_zero(local.dtype, local.device), spec, requires_grad=False)
-    set_local(made, local)
+    made._local_tensor = local  # type: ignore[attr-defined]
     return made
 
 
@@ -284,8 +284,3 @@ def refuse_own_gathers(parameters: Sequence[nn.Parameter], unit: str) -> None:
                 f"unit {unit!r}: {name} of a local tensor is not called, because gathers are the engine's own; delete it, and "
                 "give mp_policy=MixedPrecisionPolicy(param_dtype=...) to gather in another dtype."
             )
-
-
-def set_local(tensor: Tensor, local: Tensor) -> None:
-    """Let `local` be this rank's part of a DTensor."""
-    tensor._local_tensor = local  # type: ignore[attr-defined]

@@ -124,11 +124,9 @@ class ShardInfo(NamedTuple):
         shape = plain.shape
         if shape == self.local_shape or (plain.numel() == 1 and len(shape) <= len(self.shape)):
             return True
-        if self.cut_by_element or not self.shape or len(shape) > len(self.shape):
+        if self.cut_by_element or len(shape) > len(self.shape) or (len(shape) == len(self.shape) and shape[0] != 1):
             return False
-        if len(shape) == len(self.shape) and shape[0] != 1:
-            return False
-        rest = self.shape[len(self.shape) - len(shape) :] if len(shape) < len(self.shape) else self.shape
+        rest = self.shape[len(self.shape) - len(shape) :]
         return all(have in (1, full) for have, full in zip(shape, rest, strict=True))
 
     def part_of(self, plain: Tensor) -> Tensor | None:

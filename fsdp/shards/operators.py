@@ -35,35 +35,12 @@ class Rule(Enum):
     """An error that names the operator."""
 
 
-_LIKE: Final = {"empty_like", "zeros_like", "ones_like", "full_like"}
 _ELEMENT_WISE: Final = {
     *("alias", "detach", "detach_", "clone", "_to_copy", "copy_", "fill", "fill_", "zero", "zero_", "lift_fresh"),
-    *(
-        "masked_fill",
-        "masked_fill_",
-        "where",
-        "real",
-        "imag",
-        "clamp",
-        "clamp_",
-        "clamp_min_",
-        "clamp_max_",
-        "_conj",
-        "conj_physical_",
-    ),
-    *(
-        "addcmul_",
-        "addcdiv_",
-        "contiguous",
-        "exp2_",
-        "bitwise_not_",
-        "logical_not_",
-    ),
+    *("masked_fill", "masked_fill_", "where", "real", "imag", "clamp", "clamp_", "clamp_min_", "clamp_max_", "_conj"),
+    *("conj_physical_", "addcmul_", "addcdiv_", "contiguous", "exp2_", "bitwise_not_", "logical_not_"),
 }
 """Operators that work element by element, and have no tag of torch that says so."""
-_SAME_SIZE: Final = {"view", "_unsafe_view", "expand", "_reshape_alias", "view_as"}
-_NEW: Final = {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"}
-_QUERY: Final = {"is_pinned", "record_stream", "_pin_memory", "is_same_size", "_has_compatible_shallow_copy_type", "pin_memory"}
 _FOREACH: Final = {
     *("_foreach_abs", "_foreach_acos", "_foreach_add", "_foreach_addcdiv", "_foreach_addcmul", "_foreach_asin", "_foreach_atan"),
     *("_foreach_ceil", "_foreach_clamp_max", "_foreach_clamp_min", "_foreach_copy", "_foreach_cos", "_foreach_cosh"),
@@ -73,13 +50,23 @@ _FOREACH: Final = {
     *("_foreach_round", "_foreach_rsqrt", "_foreach_sigmoid", "_foreach_sign", "_foreach_sin", "_foreach_sinh", "_foreach_sqrt"),
     *("_foreach_sub", "_foreach_tan", "_foreach_tanh", "_foreach_trunc", "_foreach_zero"),
 }
-_FUSED: Final = {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}
-REDUCTIONS: Final = {
+_REDUCTIONS: Final = (
     *("linalg_vector_norm", "norm", "sum", "nansum", "mean", "amax", "amin", "prod", "any", "all", "count_nonzero", "var", "std"),
     *("equal", "allclose", "dot", "vdot", "_is_all_true", "_is_any_true"),
     *("_foreach_norm", "_foreach_max", "_amp_foreach_non_finite_check_and_unscale_"),
+)
+_QUERIES: Final = ("is_pinned", "record_stream", "_pin_memory", "is_same_size", "_has_compatible_shallow_copy_type", "pin_memory")
+_BY_NAME: Final = {
+    **dict.fromkeys(_REDUCTIONS, Rule.REDUCTION),
+    **dict.fromkeys(("empty_like", "zeros_like", "ones_like", "full_like"), Rule.LIKE),
+    **dict.fromkeys(("view", "_unsafe_view", "expand", "_reshape_alias", "view_as"), Rule.SAME_SIZE),
+    **dict.fromkeys(("index_put", "index_put_"), Rule.MASKED_FILL),
+    **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"), Rule.NEW),
+    **dict.fromkeys(_QUERIES, Rule.QUERY),
+    **dict.fromkeys(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), Rule.ELEMENT_WISE_LISTS),
+    **dict.fromkeys(_ELEMENT_WISE, Rule.ELEMENT_WISE),
 }
-"""Operators that are computed over all ranks. `max` and `min` of one tensor are added by their overload."""
+"""The rules of operators that have one by their name alone."""
 
 
 @cache
@@ -92,23 +79,13 @@ def rule_of(func: Any) -> Rule:
         return Rule.REFUSED
     if outputs_of(func):
         return Rule.ELEMENT_WISE if name in _ELEMENT_WISE or torch.Tag.pointwise in func.tags else Rule.REFUSED
-    if name in REDUCTIONS or (name in ("max", "min") and overload == "default"):
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if name in ("max", "min") and overload == "default":
         return Rule.REDUCTION
-    if name in _LIKE:
-        return Rule.LIKE
-    if name in _SAME_SIZE:
-        return Rule.SAME_SIZE
-    if name in ("index_put", "index_put_"):
-        return Rule.MASKED_FILL
-    if name in _NEW:
-        return Rule.NEW
-    if name in _QUERY:
-        return Rule.QUERY
-    if name.removesuffix("_") in _FOREACH or name in _FUSED:
+    if name.removesuffix("_") in _FOREACH:
         return Rule.ELEMENT_WISE_LISTS
-    if name in _ELEMENT_WISE or _is_pointwise(func, name):
-        return Rule.ELEMENT_WISE
-    return Rule.REFUSED
+    return Rule.ELEMENT_WISE if _is_pointwise(func, name) else Rule.REFUSED
 
 
 @cache

@@ -45,14 +45,13 @@ Parameters = dict[Any, ShardParameter]
 """The sharded parameters of an optimizer, by number or name."""
 
 
-def hook_state(optimizer: Optimizer, parameters: list[Any] | None = None) -> None:
+def hook_state(optimizer: Optimizer) -> None:
     """Turn the state of `optimizer` into shards, and set the hooks on its state dict, if this was not done yet.
 
     Raises:
         ShardingError: some state does not fit its parameter, or the step of the optimizer is compiled.
     """
-    if parameters is None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sharded = sum([count for kind, count in Counter(map(type, parameters)).items() if issubclass(kind, ShardParameter)])
     known = _hooked.get(optimizer)
     if not sharded or known == sharded:
@@ -209,14 +208,10 @@ def _part(info: ShardInfo, key: str, one: Any, known: bool) -> Any:
             "another rank or to another model. Load the full state with fsdp.load_full_optim_state_dict(model, optimizer, "
             "state), or a checkpoint of fsdp.save with fsdp.load."
         )
-    is_per_row = one.dim() == len(info.shape) and all(
-        n in (1, full) for n, full in zip(one.shape[1:], info.shape[1:], strict=True)
-    )
-    if info.keeps_rows and is_per_row and one.shape[0] == info.shape[0]:
-        row, rest = info.cut.row, one.shape[1:]
-        rows = one[info.first // row :][: info.local_shape[0]].clone()
-        return as_shard(rows, info.of_rows(torch.Size((info.local_shape[0], *rest))))
-    return one
+    rows = info.of_row_sizes(tuple(one.shape))
+    if rows is None:
+        return one
+    return as_shard(one[info.first // info.cut.row :][: info.local_shape[0]].clone(), rows)
 
 
 def _cut(info: ShardInfo, full: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ def hook_optimizers() -> None:
         if _is_hooked:
             return
         _is_hooked = True
-    register_optimizer_step_pre_hook(_adopt_new_state)
+    register_optimizer_step_pre_hook(lambda optimizer, *_: hook_state(optimizer))
     for optimizer in ELEMENT_WISE_OPTIMIZERS:
         _wrap_step(optimizer)
     kinds: tuple[Any, ...] = (ShardTensor, ShardParameter, EmptyShardParameter)
@@ -185,10 +185,6 @@ def _on_plain_parts(step: Callable[..., Any]) -> Callable[..., Any]:
 def _is_dtensor_of_ours(parameter: Any) -> bool:
     """Whether a parameter is a DTensor that an engine trains, and its gradient too."""
     return STANDS_FOR in parameter.__dict__ and (parameter.grad is None or local_of(parameter.grad) is not None)
-
-
-def _adopt_new_state(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    hook_state(optimizer)
 
 
 def mark_state(optimizer: Optimizer) -> None:

@@ -6,7 +6,6 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from fsdp.errors import ShardingError, StateMismatch
-from fsdp.shards.cut import Shape
 from fsdp.shards.refusals import check_fit
 from fsdp.shards.sharded_value import ShardedValue
 from fsdp.state_dict.param_shard import param_shards_in
@@ -96,7 +95,6 @@ def check_values(operation: str, model: nn.Module, given: Mapping[str, object]) 
     for name, tensor in entries(model):
         if name in given:
             param_shard = param_shards.get(id(tensor))
-            shape: Shape = tuple(tensor.shape) if param_shard is None else param_shard.shape
             if param_shard is not None:
                 param_shard.placement.part_of_given(operation, name, given[name], param_shard.parameter)
             elif isinstance(given[name], ShardedValue):
@@ -105,7 +103,7 @@ def check_values(operation: str, model: nn.Module, given: Mapping[str, object]) 
                     "was put in after wrapping: give the full value, as in fsdp.full_state_dict(model)."
                 )
             else:
-                check_fit(operation, name, given[name], shape, tensor.dtype)
+                check_fit(operation, name, given[name], tuple(tensor.shape), tensor.dtype)
 
 
 def plain_fqn(path: str) -> str:

@@ -17,7 +17,7 @@ from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call
 from fsdp.state_dict.fqns import IncompatibleKeys, check_names, check_values, extra_states, given_by
 from fsdp.state_dict.model_view import ModelView
-from fsdp.state_dict.param_ranges import ParamRange, gather_range, memory_for, ranges_of
+from fsdp.state_dict.param_ranges import ParamRange, gather_range, gather_ranges, ranges_of
 from fsdp.state_dict.param_shard import ParamShard
 
 RANGE_BYTES: Final = 32 << 20
@@ -40,10 +40,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: torch.dev
     model_view = ModelView(model, "full_state_dict")
     wanted = not rank0_only or model_view.world_comm.rank == 0
     full: dict[int, Tensor] = {}
-    ranges = [(unit, found) for unit in model_view.units for found in ranges_of(unit, RANGE_BYTES)]
-    memory = memory_for([param_range for _, param_range in ranges])
-    for unit, param_range in ranges:
-        buffer = gather_range(param_range, unit.name, memory)
+    for param_range, buffer in gather_ranges(model_view.units, RANGE_BYTES):
         for param_shard in param_range.param_shards:
             found = param_range.full_param(buffer, param_shard)  # which may communicate
             if wanted:

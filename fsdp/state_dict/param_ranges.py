@@ -1,6 +1,6 @@
 """Ranges of a unit's unsharded flat buffer, gathered from all ranks or broadcast from one, with bounded memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -56,16 +56,6 @@ def ranges_of(unit: Unit, limit: int) -> Iterator[ParamRange]:
             yield ParamRange(flat, param_shards)
 
 
-def memory_for(ranges: Sequence[ParamRange]) -> Tensor | None:
-    """Bytes (uint8) that hold any one of `ranges`; None if there is no range.
-
-    One buffer for all: new memory for each range left holes between tensors that are kept, a third of a model in all.
-    """
-    if not ranges:
-        return None
-    return torch.empty(max(one.nbytes for one in ranges), dtype=torch.uint8, device=ranges[0].flat.device)
-
-
 def gather_range(param_range: ParamRange, label: str, memory: Tensor | None = None) -> Tensor:
     """Gather a range on every rank: (end - start,), with the padding between parameters. In `memory`, if given.
 
@@ -81,3 +71,16 @@ def gather_range(param_range: ParamRange, label: str, memory: Tensor | None = No
         parts.append((run.rank, part))
     broadcast_all(parts, flat.comm, label)
     return buffer
+
+
+def gather_ranges(units: Iterable[Unit], limit: int) -> Iterator[tuple[ParamRange, Tensor]]:
+    """The ranges of `units`, each as soon as it is gathered, see `gather_range`. The next one overwrites it.
+
+    One buffer for all: new memory for each range left holes between tensors that are kept, a third of a model in all.
+    """
+    ranges = [(unit, found) for unit in units for found in ranges_of(unit, limit)]
+    if not ranges:
+        return
+    memory = torch.empty(max(one.nbytes for _, one in ranges), dtype=torch.uint8, device=ranges[0][1].flat.device)
+    for unit, param_range in ranges:
+        yield param_range, gather_range(param_range, unit.name, memory)

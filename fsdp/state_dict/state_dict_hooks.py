@@ -7,7 +7,6 @@ Rule 3: inside `summon_full_params` the parameters are full, and the hooks do no
         they are full and ordinary too, and stand for themselves.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +18,6 @@ from fsdp.autograd.frames import FullStateCall, full_state_call, loading_call, m
 from fsdp.config import MeshKind
 from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
-from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.refuse_copy import RefuseCopy
 from fsdp.runtime.registry import refuse_borrowing, refuse_unless_resting
@@ -34,11 +32,11 @@ from state_machine import State
 class StateHooks(RefuseCopy):
     """The state-dict hooks of one unit."""
 
-    def __init__(self, engine: Engine, index: int, outer: Sequence[Unit]) -> None:
+    def __init__(self, engine: Engine, index: int) -> None:
         super().__init__(engine.units[index])
         self._engine = engine
         self._index = index
-        self._outer = outer
+        self._outer = [unit for unit, inside in zip(engine.units, engine.descendants, strict=True) if index in inside]
         config = self._unit.config
         self._shows_full_params = config.plain_shards and config.mesh_kind is MeshKind.REPLICATE
         self._slots: WeakKeyDictionary[nn.Module, dict[str, ParamShard]] = WeakKeyDictionary()  # see `Unit.module`
@@ -73,10 +71,7 @@ class StateHooks(RefuseCopy):
             return
         self._engine.pending_backward.await_end()
         refuse_borrowing(self._engine)
-        if self._shows_full_params or not self._unit.has_opaque_shards:
-            self._unit.check_shards()
-            return
-        if keep_vars:
+        if keep_vars and self._unit.has_opaque_shards and not self._shows_full_params:
             raise ShardingError(
                 f"state_dict(keep_vars=True) of unit {self._unit.name!r}: a part of a parameter cannot stand for the parameter; "
                 "use named_parameters(), or state_dict() without it."

@@ -7,7 +7,7 @@ import torch
 
 import fsdp
 from fsdp.debug.delays import DELAYS, DelayedStreams
-from fsdp.device.streams import HostStreams
+from fsdp.device.streams import Streams
 from tests.support.models import CASES, Trained, assert_trained_alike, is_at_rest, own_batches, train, wrap
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ def test_every_entrance_is_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the host by sleeping, half of the times."""
     slept: list[float] = []
     monkeypatch.setattr("fsdp.debug.delays.time.sleep", slept.append)
-    streams = DelayedStreams(HostStreams(), "1", torch.device("cpu"))
+    streams = DelayedStreams(Streams(), "1", torch.device("cpu"))
     for entered in (streams.gathering, streams.reducing, streams.landing):
         with entered():
             pass

@@ -11,7 +11,6 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "errors.md"
 
 def test_every_class_of_errors_has_a_row_that_says_what_it_is() -> None:
     classes = [one for one in vars(errors).values() if inspect.isclass(one) and issubclass(one, Exception)]
-    assert sorted(one.__name__ for one in classes) == sorted(errors.__all__)
     for one in classes:
         bases = ", ".join(f"`{base.__name__}`" for base in one.__bases__)
         assert f"| `fsdp.{one.__name__}` | {bases} | " in PAGE

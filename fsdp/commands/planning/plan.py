@@ -184,7 +184,8 @@ def plan(
         rehearsed = [one.rehearsal for one in candidates if one.rehearsal is not None]
         others = other_sizes(template, rehearsed, limit, False in checkpointing)
         candidates += compare(others, offload or [False]) if others else []
-    if offload is None and found.name != "cpu" and not any(_fits(one, limit) for one in candidates):
+    fits = any(one.rehearsal is not None and one.rehearsal.peak <= limit for one in candidates)
+    if offload is None and found.name != "cpu" and not fits:
         candidates += compare(policies, [True])
         candidates += compare(others, [True]) if others else []
     if all(one.rehearsal is None for one in candidates):
@@ -228,10 +229,6 @@ def _different(candidates: Sequence[Candidate]) -> list[Candidate]:
         if one.rehearsal is None or all(one.rehearsal != other.rehearsal for other in found):
             found.append(one)
     return found
-
-
-def _fits(one: Candidate, limit: int) -> bool:
-    return one.rehearsal is not None and one.rehearsal.peak <= limit
 
 
 def _smallest_ranks(job_of: Callable[[Dimensions], Job], candidates: Sequence[Candidate], limit: int, most: int) -> Fewest:

@@ -19,7 +19,7 @@ from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import refuse_unless_resting
 from fsdp.state_dict.full_state import RANGE_BYTES
-from fsdp.state_dict.param_ranges import gather_range, memory_for, ranges_of
+from fsdp.state_dict.param_ranges import gather_ranges
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
 
 FLAT_NAME = "_flat_param"
@@ -121,10 +121,7 @@ def _put_parameters(
         for key in (key for group in keys.values() for key in group):
             state_dict[key] = state_dict[key].detach().clone()
         return
-    ranges = list(ranges_of(unit, RANGE_BYTES))
-    memory = memory_for(ranges)
-    for param_range in ranges:
-        buffer = gather_range(param_range, unit.name, memory)
+    for param_range, buffer in gather_ranges([unit], RANGE_BYTES):
         for param_shard in param_range.param_shards:
             names = keys.get((id(param_shard.flat), param_shard.number), ())
             if absent:

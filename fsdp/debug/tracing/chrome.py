@@ -136,7 +136,7 @@ def _collective_slices(
 ) -> Iterator[dict[str, Any]]:
     first, name = lane
     numbers: dict[str, int] = {}
-    lanes = sublanes(collectives, [one.launched for one in collectives], info.ended)
+    lanes = sublanes(collectives, info.ended)
     for sublane in sorted(set(lanes)):
         yield _name(info, "thread_name", first + sublane, name if not sublane else f"{name}, beside")
     for one, sublane in zip(collectives, lanes, strict=True):

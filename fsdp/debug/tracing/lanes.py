@@ -90,23 +90,21 @@ def steps(events: Sequence[UnitEvent], roots: Sequence[int], ended: int) -> list
             continue
         if event is Event.PRE_BACKWARD and not backward[-1]:
             backward[-1] = time
-        if event in (Event.FINAL_CALLBACK, Event.BACKWARD_FAILED, Event.STEP_ABANDONED) and unit in roots:
+        if event in (Event.FINAL_CALLBACK, Event.POST_FORWARD_NO_GRAD) and unit in roots:
             is_over = True
         if event in (Event.BACKWARD_FAILED, Event.STEP_ABANDONED, Event.FORWARD_FAILED):
             abandoned[-1] = is_over = True
-        if event is Event.POST_FORWARD_NO_GRAD and unit in roots:
-            is_over = True
     ends = [*begins[1:], ended][: len(begins)]
     return [StepSpan(*one) for one in zip(begins, ends, backward, abandoned, strict=True)]
 
 
-def sublanes(collectives: Sequence[Collective], starts: Sequence[int], ended: int) -> list[int]:
+def sublanes(collectives: Sequence[Collective], ended: int) -> list[int]:
     """For each collective the number of the first sublane that is free: collectives of one lane may overlap."""
     free: list[int] = []
     found = []
-    for collective, start in zip(collectives, starts, strict=True):
-        lane = next((number for number, until in enumerate(free) if until <= start), len(free))
-        free[lane : lane + 1] = [collective.ended or ended]
+    for one in collectives:
+        lane = next((number for number, until in enumerate(free) if until <= one.launched), len(free))
+        free[lane : lane + 1] = [one.ended or ended]
         found.append(lane)
     return found
 

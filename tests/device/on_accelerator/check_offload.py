@@ -110,7 +110,7 @@ def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def test_shards_gradients_and_optimizer_state_are_in_host_memory(strategy: str, pin: bool) -> None:
     size, options = STRATEGIES[strategy]
 
-    def train(rank: int) -> tuple[int, int]:
+    def train(rank: int) -> int:
         device = f"{NAME}:{rank}"
         model, optimizer = model_of(device, offload_policy=fsdp.OffloadPolicy(pin), **options)
         for number in range(2):
@@ -121,12 +121,10 @@ def test_shards_gradients_and_optimizer_state_are_in_host_memory(strategy: str, 
             optimizer.zero_grad()
         for state in optimizer.state.values():
             assert all(value.device.type == "cpu" for value in state.values())
-        engine = engines_in(model, "test")[0]
-        return engine.tracker.now, engine.tracker.offloaded
+        return engines_in(model, "test")[0].tracker.now
 
     kept = {"SHARD_GRADIENTS", "SHARD_OPTIMIZER"}
-    for now, offloaded in run(size, train, Scheduler.RANDOM, 1):
-        assert offloaded > 0
+    for now in run(size, train, Scheduler.RANDOM, 1):
         assert now == 0 or strategy in kept
 
 
