@@ -56,21 +56,18 @@ the machines is in fsdp/runtime/passes.py.
 """
 
 from state_machine.lifecycle import IllegalTransition, Lifecycle
-from state_machine.machine import Step
 from state_machine.residency import Effect, Request, Residency, ResidencyState
 from state_machine.root import Instruction, Root
-from state_machine.staleness import CopyAction, CopyEvent, CopyState
-from state_machine.table import TABLES, BackwardEvent, BackwardState, ReshardPolicy
+from state_machine.staleness import CopyAction, CopyEvent
+from state_machine.table import BackwardEvent, BackwardState, ReshardPolicy
 from state_machine.vocabulary import Action, Event, State
 
 __all__ = [
-    "TABLES",
     "Action",
     "BackwardEvent",
     "BackwardState",
     "CopyAction",
     "CopyEvent",
-    "CopyState",
     "Effect",
     "Event",
     "IllegalTransition",
@@ -82,5 +79,4 @@ __all__ = [
     "ResidencyState",
     "Root",
     "State",
-    "Step",
 ]

@@ -22,10 +22,11 @@ import torch
 
 from fsdp.api import wrap
 from fsdp.params.flat_buffer import FlatBuffer
+from fsdp.params.shown_params import InterceptingParamDict
 from fsdp.params.unit import Unit
 from fsdp.reduction import accumulated
 from fsdp.reduction.reducer import Reducer
-from fsdp.runtime import hooks
+from fsdp.runtime import forward_hooks
 from fsdp.runtime.engine import Engine
 from fsdp.shards import shard_tensor
 from fsdp.shards.shard_tensor import ShardTensor
@@ -63,7 +64,7 @@ def _any_gradient_in_tensor_hooks() -> None:
 
 
 def _recomputes_in_post_accumulate_hooks() -> None:
-    patch.object(hooks, "in_grad_hook", lambda: False).start()
+    patch.object(forward_hooks, "in_grad_hook", lambda: False).start()
 
 
 def _any_parameter() -> None:
@@ -98,6 +99,18 @@ def _embeddings_that_renormalise() -> None:
     patch.object(wrap, "check_renormalised", _nothing).start()
 
 
+def _lists_of_parameters() -> None:
+    patch.object(InterceptingParamDict, "_tell_that_listed", _nothing).start()
+
+
+def _flags_in_hooks_of_activations() -> None:
+    patch.object(Unit, "refuse_changed_flags", _nothing).start()
+
+
+def _data_replaced_in_a_backward() -> None:
+    patch.object(Unit, "refuse_repointed", _nothing).start()
+
+
 class Mend(NamedTuple):
     """What takes a mend out, and an act at a moment, on the second unit or the first, that shows it."""
 
@@ -125,6 +138,15 @@ MENDS: Final = {
     "p.data is replaced and put back": Mend(_data_where_it_was, "replace p.data, evaluate, put it back", "before a forward"),
     "weights changed through p.data": Mend(_changes_through_aliases, "change a weight through .data", "in a pre-hook", 1),
     "grad_dtype": Mend(_any_grad_dtype, "set p.grad_dtype", "before a forward"),
+    "changes of parameters that a backward lists": Mend(
+        _lists_of_parameters, "change a weight of the root in place", "in a recompute", 1
+    ),
+    "requires_grad set in a hook of an activation": Mend(
+        _flags_in_hooks_of_activations, "freeze the model", "in a hook of an activation", 1
+    ),
+    "an evaluation with other weights inside a backward": Mend(
+        _data_replaced_in_a_backward, "replace p.data, evaluate, put it back", "in a recompute", 1
+    ),
     "forked processes": Mend(_forked_processes, "call the model in a forked process", "before a forward"),
     "models that are wrapped in inference mode": Mend(
         _shards_made_in_inference_mode, "make and wrap a model in inference mode", "before a forward"

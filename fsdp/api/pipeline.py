@@ -55,7 +55,7 @@ class PipelineStage(pipelining.PipelineStage):
     def group(self, group: ProcessGroup | None) -> None:
         for engine in self._engines():
             group, comms = open_routed(group, engine.comms)
-            engine.set_comms(comms)
+            engine.comms = comms
         self._group = group
 
     def _engines(self) -> Iterable[Engine]:
@@ -102,5 +102,5 @@ class PipelineStage(pipelining.PipelineStage):
             backward_without_a_loss(partial(engine.on_event, 0, Event.EXTERNAL_GRAD))
             for index in range(len(engine.units)):
                 engine.request(index, Request.RESHARD)
-            engine.end_pipeline_step()
+            engine.in_pipeline_step = False
         self.scale_grads(grad_scale_factor)

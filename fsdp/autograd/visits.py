@@ -47,8 +47,8 @@ class ForwardCall:
     """One forward of one unit, while it runs."""
 
     __slots__ = (
-        *("carried", "gradients", "guard", "handled", "input_nodes", "nested", "path", "records", "refused", "reshards"),
-        *("taken", "unit"),
+        *("carried", "gradients", "guard", "handled", "input_nodes", "nested", "path", "records", "refused", "taken"),
+        "unit",
     )
 
     def __init__(self, unit: int, recompute: bool, inputs: Sequence[Tensor], innermost: bool, versions: int) -> None:
@@ -72,8 +72,6 @@ class ForwardCall:
         """In a recompute, `.grad` of each unsharded parameter when it began. In a forward they have none."""
         self.refused = True
         """Whether the pre-forward hook has not succeeded, so that the post-forward hook has nothing to do."""
-        self.reshards = False
-        """Whether it is an evaluation inside a backward that has not entered the unit, which is sharded again at its end."""
         self.nested = False
         """Whether it is called inside the unit's own forward, by recursion or by a method registered as a forward."""
 
@@ -83,22 +81,10 @@ class ForwardCall:
         outer.path.add_endpoints(self.path.endpoints)
         self.path = outer.path
 
-    def keep_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Keep what the unsharded parameters have in `.grad`."""
-        self.gradients = gradients
-
     def accept(self, carried: list[weakref.ref[Tensor]]) -> None:
         """The pre-forward hook has succeeded. `carried`: what the user's hooks had captured in an enclosing call."""
         self.refused = False
         self.carried = carried
-
-    def begin_sharded(self) -> None:
-        """The call begins inside a backward, where its unit is sharded. Without a graph it is an evaluation."""
-        self.reshards = not self.records
-
-    def set_guard(self, guard: Any) -> None:
-        """Set the guard of the call, in guard mode."""
-        self.guard = guard
 
     def discard(self) -> None:
         """End the guard and drop all references to the graph, because the call will not end."""
@@ -131,7 +117,7 @@ class BackwardPath:
     def __init__(self, recompute: bool, versions: int, inputs: Sequence[Tensor], input_nodes: Sequence[Node]) -> None:
         self.recompute = recompute
         self.versions = versions
-        """Of the shards it computes with, and what it changes in them."""
+        """Of the shards it computes with, also if the gather has taken over data of the user, and what it changes in them."""
         self.endpoints = [*map(weakref.ref, inputs)]
         """The inputs of the call and, once it has returned, its outputs. `autograd.grad` may compute gradients of these."""
         self.enclosing: Sequence[tuple[Any, BackwardPath]] = ()
@@ -143,7 +129,7 @@ class BackwardPath:
         self.inputs_are_interior = bool(input_nodes) and all(map(_NEXT_FUNCTIONS, input_nodes))
         """Whether a node inside the graph made each input. The gradient of a leaf may be accumulated at any time."""
         self.entered_in = 0
-        """The number of the last backward that entered the call."""
+        """The number of the last backward that entered the call, maybe through a side output of an inner unit."""
         self._left_in = 0
         """The number of the last backward that left the call."""
         self._backward = 0
@@ -155,10 +141,6 @@ class BackwardPath:
         """Add tensors of which `autograd.grad` may compute gradients."""
         self.endpoints += references
 
-    def set_versions(self, versions: int) -> None:
-        """The gather has taken over data of the user, which the call computes with."""
-        self.versions = versions
-
     def add_updates(self, count: int) -> None:
         """The call has changed so many of the unit's parameters in place."""
         self.versions += count
@@ -167,10 +149,6 @@ class BackwardPath:
         """The call has returned these outputs, inside these calls."""
         self.endpoints += outputs
         self.enclosing = enclosing
-
-    def enter_from_inner_unit(self, backward: int) -> None:
-        """Record that `backward` enters the call through a side output of an inner unit, behind which no input node counts."""
-        self.entered_in = backward
 
     def enter(self, backward: int) -> bool:
         """Record that `backward` enters the call; return True the first time, if it will reach any input node."""

@@ -26,7 +26,7 @@ from fsdp.params.module_tree import IGNORED
 from fsdp.params.shown_params import show_plainly
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import unit_ref_of
-from fsdp.shards.dtensors import Mesh, local_of
+from fsdp.shards.dtensors import Mesh, here_of
 
 Initialise = Callable[[nn.Module], object]
 
@@ -99,7 +99,7 @@ def _check_replicas(units: Sequence[Unit], comms: CommContext) -> None:
     """
     if comms.replica_comm.size == 1 or any(flat.device == META for unit in units for flat in unit.flats):
         return
-    sums = [[int(flat.sum_of_bits()) for flat in unit.flats] for unit in units]
+    sums = [[int(sum_of_bits(flat.shard)) for flat in unit.flats] for unit in units]
     for other in comms.replica_comm.gather_objects(sums, "fully_shard"):
         for unit, mine, theirs in zip(units, sums, other, strict=True):
             if mine != theirs:
@@ -173,7 +173,7 @@ class _Builder:
         if one.unit is None and self._config.sync_module_states:
             _broadcast(_parameters_of(one, self._comms))
         unit = one.unit or self._make(one)
-        unit.rename(one.name)
+        unit.name = one.name
         self._units[index] = unit
 
     def _make(self, one: Planned) -> Unit:
@@ -227,13 +227,9 @@ def _parameters_of(one: Planned, comms: CommContext) -> Iterator[tuple[str, Tens
     begin with the same values of any other.
     """
     for info in one.param_infos:
-        local = local_of(info.parameter)
         is_cut = not all(one.is_replicate() for one in getattr(info.parameter, "placements", ()))
-        yield (
-            info.names[0],
-            (info.parameter if local is None else local).detach(),
-            (info.comms or comms).world_comm if is_cut else comms.joint,
-        )
+        comm = (info.comms or comms).world_comm if is_cut else comms.joint
+        yield info.names[0], here_of(info.parameter).detach(), comm
 
 
 def _broadcast(states: Iterable[tuple[str, Tensor, Communicator]]) -> None:

@@ -30,7 +30,7 @@ def refuse_losses(engine: Engine, function_name: str) -> None:
         raise ShardingError(
             f"{function_name}: unit {name!r} keeps gradients under no_sync; run the backward that synchronises first."
         )
-    if engine.watcher is not None:
+    if engine.watcher.is_join:
         raise ShardingError(f"{function_name}: unit {name!r} is inside fsdp.join; call it after that.")
 
 

@@ -20,7 +20,7 @@ from fsdp.errors import ShardingError
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
-from fsdp.shards.dtensors import dim_of, local_of
+from fsdp.shards.dtensors import dim_of, here_of, local_of
 
 _PLAIN_FUNCTIONS: Final = (nn.Parameter.__torch_function__, torch.Tensor.__torch_function__)
 _PLAIN_DISPATCH: Final = torch.Tensor.__torch_dispatch__
@@ -346,8 +346,7 @@ def _check_shared_memory(plan: Sequence[Planned]) -> None:
     first: dict[tuple[torch.device, int], tuple[str, bool]] = {}
     for info in _not_sharded_yet(plan):
         name, parameter = info.names[0], info.parameter
-        local = local_of(parameter)
-        here = parameter if local is None else local
+        here = here_of(parameter)
         if here.is_meta or not here.numel():
             continue
         address = here.data_ptr()

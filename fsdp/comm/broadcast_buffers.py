@@ -24,11 +24,5 @@ def broadcast_buffers(modules: Iterable[nn.Module], world_comm: Communicator, so
         world_comm.broadcast(together, source, label).wait()
         # equal buffers are not written, because a graph may have saved them
         if not torch.equal(together, mine):
-            _copy_out(together, buffers)
-
-
-def _copy_out(together: Tensor, buffers: Iterable[Tensor]) -> None:
-    taken = 0
-    for buffer in buffers:
-        buffer.copy_(together[taken : taken + buffer.numel()].view(buffer.shape))
-        taken += buffer.numel()
+            for buffer, values in zip(buffers, torch.split(together, [one.numel() for one in buffers]), strict=True):
+                buffer.copy_(values.view(buffer.shape))

@@ -82,6 +82,8 @@ def open_comms(process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int = 
                 "HYBRID_SHARD needs a mesh: a two-dimensional DeviceMesh or the shape (replicas, shards), whose rows shard a "
                 "unit and whose columns hold the same shards."
             )
+        if not shape and mesh.ndim != 2:
+            raise ShardingError(f"mesh has {mesh.ndim} dimension; HYBRID_SHARD needs two: replicas, shards.")
     elif mesh is not None and mesh.ndim > 1:
         raise ShardingError(
             f"mesh has {mesh.ndim} dimensions; give a one-dimensional one, such as mesh['shard'], or ask for "
@@ -218,8 +220,6 @@ def _simulated_ranks(
         shards, world = tuple(range(row * mesh[1], (row + 1) * mesh[1])), tuple(range(here.size))
         replicas = tuple(range(column, here.size, mesh[1]))
     else:
-        if mesh.ndim != 2:
-            raise ShardingError(f"mesh has {mesh.ndim} dimension; HYBRID_SHARD needs two: replicas, shards.")
         replicas, shards = (tuple(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in (0, 1))
         world = tuple(mesh.mesh.flatten().tolist())
     return shards if len(shards) > 1 else None, replicas if len(replicas) > 1 else None, world
@@ -230,8 +230,6 @@ def _hybrid_comms(mesh: Any, lanes: int) -> CommContext:
         columns, rows = _groups_of_shape(tuple(mesh))
         ranks = tuple(range(dist.get_world_size()))
     else:
-        if mesh.ndim != 2:
-            raise ShardingError(f"mesh has {mesh.ndim} dimension; HYBRID_SHARD needs two: replicas, shards.")
         columns, rows = mesh.get_group(0), mesh.get_group(1)
         ranks = tuple(mesh.mesh.flatten().tolist())
     world = _group_of(rows, ranks)

@@ -70,20 +70,19 @@ class ProcessGroupCommunicator(Communicator):
             peers.reconnect()
         name = self.name
         if kind == "all_gather" and not torch.is_grad_enabled() and not in_backward() and names_a_unit(label):
-            peers.sequences[name].count_evaluation()
+            peers.sequences[name].evaluated += 1
         describe = peers.sequences[name].check_call(kind, label, tensor.nbytes if nbytes is None else nbytes)
         if tensor.device.type != "cpu":
             return cast(Work, peers.launch_on_device(name, describe, partial(launch, group)))
         try:
             return WatchedWork(launch(peers.connections.get(name, group)), peers.detector, describe)
         except RuntimeError as failure:
-            self._explain(failure, describe)
+            self._explain(peers, failure, describe)
             raise
 
-    def _explain(self, failure: RuntimeError, describe: Callable[[], PendingCall]) -> None:
+    def _explain(self, peers: PeerMonitor, failure: RuntimeError, describe: Callable[[], PendingCall]) -> None:
         """Raise the reason why a call could not be launched, if a peer is the reason."""
-        if self.monitor is not None:
-            self.monitor.detector.explain_failure(failure, describe().where)
+        peers.detector.explain_failure(failure, describe().where)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -102,14 +101,13 @@ class ProcessGroupCommunicator(Communicator):
             unsharded = as_bytes(unsharded)
             chunk = unsharded.numel() // self.size
             own = unsharded.narrow(0, self.rank * chunk, chunk)
-        if unsharded.device.type == "cpu":
-            return self._all_gather_on_host(unsharded, label, own)
-        return self._launch("all_gather", label, unsharded, lambda group: group._allgather_base(unsharded, own, _GATHER))
+        return self._launch("all_gather", label, unsharded, partial(self._start_gather, unsharded, own))
+
+    def _start_gather(self, unsharded: Tensor, own: Tensor, group: dist.ProcessGroup) -> Any:
+        return group._allgather_base(unsharded, own, _GATHER)
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
-        if bucket.device.type == "cpu":
-            return self._reduce_scatter_on_host(bucket, into, label)
-        if fixed_order:
+        if fixed_order or bucket.device.type == "cpu":
             return reduce_scatter_by_exchange(partial(self._exchange, label), bucket, into)
         return self._launch("reduce_scatter", label, bucket, lambda group: group._reduce_scatter_base(into, bucket, _SCATTER))
 
@@ -133,9 +131,7 @@ class ProcessGroupCommunicator(Communicator):
         return self._launch("reduce_scatter", label, buckets[0], launch, sum(bucket.nbytes for bucket in buckets))
 
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
-        if bucket.device.type == "cpu":
-            return self._scratch_bytes_on_host(bucket)
-        return bucket.nbytes if fixed_order else 0
+        return bucket.nbytes if fixed_order or bucket.device.type == "cpu" else 0
 
     def all_reduce_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
         chunk = -(-tensor.numel() // self.size)
@@ -172,17 +168,6 @@ class ProcessGroupCommunicator(Communicator):
         work.wait()
         return rows.view(self.size, -1).cpu()
 
-    # on the host, and in a fixed order ----------------------------------------------------
-
-    def _all_gather_on_host(self, unsharded: Tensor, label: str, own: Tensor) -> Work:
-        return self._launch("all_gather", label, unsharded, lambda group: group._allgather_base(unsharded, own, _GATHER))
-
-    def _reduce_scatter_on_host(self, bucket: Tensor, into: Tensor, label: str) -> Work:
-        return reduce_scatter_by_exchange(partial(self._exchange, label), bucket, into)
-
-    def _scratch_bytes_on_host(self, bucket: Tensor) -> int:
-        return bucket.nbytes
-
     def _exchange(self, label: str, received: Tensor, sent: Tensor) -> Work:
         """Send chunk r of `sent` to rank r. Chunk r of `received` comes from rank r."""
         return self._launch("reduce_scatter", label, sent, lambda group: group.alltoall_base(received, sent, [], [], _EXCHANGE))
@@ -211,24 +196,24 @@ class GlooCommunicator(ProcessGroupCommunicator):
         super().__init__(group, name, peers)
         self._on_one_host = peers.count_hosts() == 1
 
-    def _all_gather_on_host(self, unsharded: Tensor, label: str, own: Tensor) -> Work:
-        if self.size == 2:
-            return self._launch("all_gather", label, unsharded, partial(self._swap, own, self._of_peer(unsharded)))
-        chunk = own.numel()
-        if chunk >= _LARGE and self._on_one_host:
-            chunks = torch.split(unsharded, chunk)
-            return self._launch("all_gather", label, unsharded, lambda group: WorkBatch(_broadcasts(group, chunks)))
-        return self._launch("all_gather", label, unsharded, lambda group: group._allgather_base(unsharded, own, _GATHER))
+    def _start_gather(self, unsharded: Tensor, own: Tensor, group: dist.ProcessGroup) -> Any:
+        on_host, chunk = unsharded.device.type == "cpu", own.numel()
+        if on_host and self.size == 2:
+            return self._swap(own, self._of_peer(unsharded), group)
+        if on_host and chunk >= _LARGE and self._on_one_host:
+            return WorkBatch(_broadcasts(group, torch.split(unsharded, chunk)))
+        return super()._start_gather(unsharded, own, group)
 
-    def _reduce_scatter_on_host(self, bucket: Tensor, into: Tensor, label: str) -> Work:
-        if self.size > 2:
-            return reduce_scatter_by_exchange(partial(self._exchange, label), bucket, into)
+    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
+        if self.size > 2 or bucket.device.type != "cpu":
+            return super().reduce_scatter(bucket, into, label, fixed_order)
         received = torch.empty_like(into)
         work = self._launch("reduce_scatter", label, bucket, partial(self._swap, self._of_peer(bucket), received))
         return AllToAllReduceScatter(work, received, into, bucket.narrow(0, self.rank * into.numel(), into.numel()))
 
-    def _scratch_bytes_on_host(self, bucket: Tensor) -> int:
-        return bucket.nbytes // (2 if self.size == 2 else 1)
+    def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
+        swaps = self.size == 2 and bucket.device.type == "cpu"
+        return bucket.nbytes // 2 if swaps else super().scratch_bytes(bucket, fixed_order)
 
     def _of_peer(self, both: Tensor) -> Tensor:
         """The other rank's chunk in a tensor of two."""

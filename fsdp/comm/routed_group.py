@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.comm.communicator import Communicator
-from fsdp.comm.failure.desync import DesyncDetector, is_of_backend
+from fsdp.comm.failure.desync import WatchedWork, is_of_backend
 from fsdp.comm.failure.peer_monitor import ROUTED, PeerMonitor
 from fsdp.comm.failure.pending_call import PendingCall, where_of
 from fsdp.comm.process_group import ProcessGroupCommunicator
@@ -97,24 +97,19 @@ class RoutedCommunicator(ProcessGroupCommunicator):
         try:
             return _Message(launch(peers.connections.get(ROUTED, self.group)), peers.detector, describe)
         except RuntimeError as failure:
-            self._explain(failure, describe)
+            self._explain(peers, failure, describe)
             raise
 
-    def _explain(self, failure: RuntimeError, describe: Callable[[], PendingCall]) -> None:
+    def _explain(self, peers: PeerMonitor, failure: RuntimeError, describe: Callable[[], PendingCall]) -> None:
         if is_of_backend(failure):  # not one of the user's arguments
-            super()._explain(failure, describe)
+            super()._explain(peers, failure, describe)
 
 
-class _Message:
+class _Message(WatchedWork):
     """A send or a receive in flight. Only its failure makes this rank look for a reason: if a wait for it timed out, gloo would
     end all connections of the group."""
 
-    __slots__ = ("_describe", "_detector", "_work")
-
-    def __init__(self, work: Any, detector: DesyncDetector, describe: Callable[[], PendingCall]) -> None:
-        self._work = work
-        self._detector = detector
-        self._describe = describe
+    __slots__ = ()
 
     def wait(self) -> None:
         try:

@@ -369,7 +369,7 @@ class _World:
             results[rank] = fn(rank)
         except BaseException as failure:
             self._failures[rank] = failure
-        self._rank_slots[rank].end()
+        self._rank_slots[rank].over = True
         self._pass_turn(self._choose())
 
     def epoch_of(self, family: str, rank: int) -> int:
@@ -410,11 +410,11 @@ class _World:
         """Let other ranks run until the operation is complete. Move its data if that has not happened yet."""
         rank_slot = self._rank_slots[rank]
         if not operation.complete:
-            rank_slot.block(operation)
+            rank_slot.waits_for = operation
             try:
                 self.switch(rank)
             finally:
-                error = rank_slot.unblock()
+                error, rank_slot.waits_for, rank_slot.error = rank_slot.error, None, None
             error = error or self._mismatch(operation)
             if error is not None:
                 raise WorldError(error)
@@ -450,7 +450,7 @@ class _World:
         if live and not able:
             deadlock = self._deadlock(live)
             for rank in live:
-                self._rank_slots[rank].fail(deadlock)
+                self._rank_slots[rank].error = deadlock
             able = live
         return self._choices.choice(able) if able else None
 
@@ -535,23 +535,7 @@ class _RankSlot:
         self.error: str | None = None
         """Why the wait cannot end."""
         self.over = False
-
-    def block(self, operation: Operation) -> None:
-        """The rank waits for an operation."""
-        self.waits_for = operation
-
-    def fail(self, error: str) -> None:
-        """The wait of the rank cannot end."""
-        self.error = error
-
-    def unblock(self) -> str | None:
-        """The rank waits no longer. Returns the error if its wait cannot end."""
-        error, self.waits_for, self.error = self.error, None, None
-        return error
-
-    def end(self) -> None:
-        """The rank has returned or failed."""
-        self.over = True
+        """Whether the rank has returned or failed."""
 
 
 def _keep_device_guard() -> None:

@@ -25,7 +25,7 @@ ANSWER: Final = "rank-{}.json"
 PAUSE: Final = 0.5
 """Seconds between two looks for a question."""
 FRAMES: Final = 12
-"""The number of innermost frames of the main thread that are told."""
+"""The number of innermost frames of the main thread that are printed."""
 
 
 def answer_questions(first: Callable[[], EngineSnapshot], snapshots: Callable[[], Iterable[EngineSnapshot]]) -> None:

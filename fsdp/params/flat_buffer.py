@@ -15,11 +15,11 @@ from fsdp.device.storage import Cutter, MemoryTracker, ResizableStorage, SharedS
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
 from fsdp.params.layout import Layout, ShardExtent
-from fsdp.params.param_info import ParamInfo
+from fsdp.params.param_info import ParamInfo, kept_accumulator
 from fsdp.params.placement import Placement
 from fsdp.params.use_after_free import refuse_freed_reads
 from fsdp.params.wire import Wire, WireOfSegments
-from fsdp.shards.dtensors import local_of, refuse_own_gathers
+from fsdp.shards.dtensors import here_of, refuse_own_gathers
 from fsdp.shards.refusals import refuse_grad_dtype
 from fsdp.shards.shard_parameter import moved_shards, shard_changes
 from fsdp.shards.shard_tensor import plain, quick_attributes
@@ -81,23 +81,24 @@ class FlatBuffer:
         """The parameters of which this rank holds an element."""
         dims = [placement.dim for placement in self.placements]
         slots = zip(self.layout.slots, dims, strict=True)
-        self._cutter = Cutter([(slot.start, slot.numel, slot.shape, dim) for slot, dim in slots], self.device)
+        cutter = Cutter([(slot.start, slot.numel, slot.shape, dim) for slot, dim in slots], self.device)
         self.gathers_in_place = self.layout.is_gathered_in_place
-        self.wire = (Wire if self.gathers_in_place else WireOfSegments)(self.layout, self.placements, self._cutter)
+        self.wire = (Wire if self.gathers_in_place else WireOfSegments)(self.layout, self.placements, cutter)
         """The order in which gathered chunks and gradients travel."""
         here = [(self.parts[i], dims[i]) for i in self.local_params]
-        self._local_cutter = Cutter([(part.offset, part.numel, part.shape, dim) for part, dim in here], self.device)
+        self.local_cutter = Cutter([(part.offset, part.numel, part.shape, dim) for part, dim in here], self.device)
+        """Makes the view of each of `local_params` in a tensor (C,) that is cut like the shard."""
         with torch.no_grad():
             self.shard = self._own_shard = self._shard_memory(originals[0].dtype)
             self.is_shared = self.is_replicated and dtype == self.shard.dtype and not self.home.copies
             self.unsharded = self.shard if self.is_shared else torch.empty(self.layout.numel, dtype=dtype, device=self.device)
-            self._views = self.views_of(self.unsharded)
+            self._views = cutter.views_of(self.unsharded)
             """Where the unsharded parameters lie, also while there is no memory: no view can be made then."""
             self.unsharded_params = tuple(
                 _unsharded_param(info.parameter, placement.unsharded(view.data))
                 for info, placement, view in zip(param_infos, self.placements, self._views, strict=True)
             )
-            self._local_unsharded = [p if (local := local_of(p)) is None else local for p in self.unsharded_params]
+            self._local_unsharded = [*map(here_of, self.unsharded_params)]
             self.key = storage_key(self.unsharded)
             self.local_unsharded = self.local_chunk(self.unsharded)
             """The place of this rank's chunk among the unsharded parameters, if they are gathered in place."""
@@ -106,7 +107,7 @@ class FlatBuffer:
             """The bytes (W, c) of each segment of the unsharded parameters."""
             self.memory = SharedStorage() if self.is_shared else ResizableStorage(self.unsharded, "whole")
             for placement, info in zip(self.placements, param_infos, strict=True):
-                info.remember_accumulator()
+                info.kept_accumulator = kept_accumulator(info.parameter)
                 self._shard_param(placement, info)
         self.sharded_params: tuple[nn.Parameter, ...] = tuple(info.parameter for info in param_infos)
         self.empty_shards = tuple(
@@ -159,14 +160,6 @@ class FlatBuffer:
         The buffer must not be used afterwards.
         """
         self.placements[index].make_full(self.param_infos[index], self.unsharded_params[index], full, gradient)
-
-    def views_of(self, flat: Tensor) -> list[Tensor]:
-        """The view of each parameter in an unsharded flat tensor (W * C,)."""
-        return self._cutter.views_of(flat)
-
-    def local_views_of(self, chunk: Tensor) -> list[Tensor]:
-        """The view of each of `local_params` in a tensor (C,) that is cut like the shard."""
-        return self._local_cutter.views_of(chunk)
 
     def shard_view(self, index: int, chunk: Tensor | None = None) -> Tensor:
         """This rank's part of parameter `index` in the shard, or in another tensor (C,) that is cut like it."""
@@ -253,10 +246,6 @@ class FlatBuffer:
         """See `Placement.address`."""
         with quick_attributes():
             return [*map(self.placements[0].address, self.sharded_params)]
-
-    def sum_of_bits(self) -> Tensor:
-        """The sum of the shard's bits, see `sum_of_bits`."""
-        return sum_of_bits(self.shard)
 
     def check_shards(self, unit: str) -> bool:
         """Let the shard hold what the sharded parameters are, also those that the user pointed at other memory (`p.data = x`).

@@ -53,10 +53,6 @@ class ParamInfo:
         """From now on, `parameter` is the one that the unit shards: a DTensor in place of the user's object."""
         self.parameter = parameter
 
-    def remember_accumulator(self) -> None:
-        """The parameter is about to be sharded: note the AccumulateGrad node that some other code keeps."""
-        self.kept_accumulator = kept_accumulator(self.parameter)
-
     @property
     def slots(self) -> list[tuple[nn.Module, str]]:
         """Every living module that holds the parameter, with the attribute. Modules are held weakly, see `Unit.module`."""

@@ -41,6 +41,7 @@ from fsdp.shards.dtensors import (
     Mesh,
     form_of,
     full_with_grad,
+    here_of,
     keep_hooks,
     let_scalers_agree,
     local_of,
@@ -503,9 +504,8 @@ class DTensorState(StatePlacement):
 
 def stored(tensor: Tensor, dim: int) -> Tensor:
     """This rank's part of a tensor, or of a DTensor, with the dimension `dim` in front."""
-    local = local_of(tensor)
-    found = tensor if local is None else local
-    return found.movedim(dim, 0) if dim else found
+    here = here_of(tensor)
+    return here.movedim(dim, 0) if dim else here
 
 
 def place(

@@ -91,7 +91,7 @@ touches: Final = Clock()
 
 
 class ParamDict(dict[str, nn.Parameter | None]):
-    """The `_parameters` of a module that has parameters of a unit."""
+    """The `_parameters` of a module that has parameters of a unit. Gives what it holds: a read costs what it costs in a dict."""
 
     __slots__ = ("is_touched", "shared")
 
@@ -116,16 +116,6 @@ class ParamDict(dict[str, nn.Parameter | None]):
         """An ordinary dict: the copy of a module has units of its own."""
         copied = memo[id(self)] = {name: deepcopy(parameter, memo) for name, parameter in self.items()}
         return copied
-
-    def share(self) -> None:
-        """Record that another unit has parameters here."""
-        self.shared = True
-
-
-class PlainParamDict(ParamDict):
-    """Gives what it holds. A read costs as much as on a module that is not sharded."""
-
-    __slots__ = ()
 
 
 class InterceptingParamDict(ParamDict):
@@ -180,7 +170,7 @@ class ModuleParams:
         self._resting_params = self._sharded_params
         """What the module shows while the unit is not in use: the shards, or full parameters in their places."""
         if isinstance(module._parameters, ParamDict):
-            module._parameters.share()
+            module._parameters.shared = True
         else:
             module.__dict__["_parameters"] = InterceptingParamDict(module._parameters)
         self._param_dict = cast(ParamDict, module._parameters)
@@ -223,7 +213,7 @@ class ModuleParams:
     def stop_intercepting(self) -> None:
         """Let reads give what the module shows: the unit's forward, or a recompute of it, begins."""
         if not self._param_dict.shared:
-            self._param_dict.__class__ = PlainParamDict
+            self._param_dict.__class__ = ParamDict
 
     def intercept_reads(self) -> None:
         """Let the unit answer reads."""
@@ -261,7 +251,7 @@ class ModuleParams:
 
     def _set_attributes(self, parameters: dict[str, nn.Parameter]) -> None:
         # the module's __setattr__ reads the current parameter, and that read must not be intercepted
-        self._param_dict.__class__ = PlainParamDict
+        self._param_dict.__class__ = ParamDict
         module, is_touched, count = self.module, self._param_dict.is_touched, touches.count
         for name, parameter in parameters.items():
             if module is not None:

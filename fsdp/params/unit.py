@@ -59,6 +59,7 @@ class Unit:
     ) -> None:
         self._modules = tuple(map(weakref.ref, modules))
         self.name = name
+        """What messages call it. A unit that was wrapped by hand gets a longer name from a root around it."""
         self.config = config
         self.comms = comms
         """The communicators of the ranks among which the unit is cut, but for flat buffers with others of their own."""
@@ -76,8 +77,9 @@ class Unit:
         self._open = False
         self._write_back: Callable[[], object] | None = None
         """Called before modules show shards: a recompute, or what came after it, may have changed unsharded parameters."""
-        self._observer: UnitObserver
-        self._before_copy: Callable[[FlatBuffer, torch.dtype], None] | None = None
+        self.observer: UnitObserver
+        self.before_copy: Callable[[FlatBuffer, torch.dtype], None] | None = None
+        """Called before a copy of a flat buffer is gathered in a dtype."""
         self.flats = tuple(flats)
         self.copies_shards = any(flat.home.copies for flat in self.flats)
         """See `Home.copies`."""
@@ -129,18 +131,6 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {len(self.param_infos)} parameters)"
-
-    def rename(self, name: str) -> None:
-        """From now on, messages name the unit so. A unit that was wrapped by hand gets a longer name from a root around it."""
-        self.name = name
-
-    def set_observer(self, observer: UnitObserver) -> None:
-        """From now on, `observer` handles uses of the parameters outside the unit's forward."""
-        self._observer = observer
-
-    def set_before_copy(self, before_copy: Callable[[FlatBuffer, torch.dtype], None]) -> None:
-        """From now on, call `before_copy` before a copy of a flat buffer is gathered in a dtype."""
-        self._before_copy = before_copy
 
     def join(
         self, comms: CommContext, streams: Streams, tracker: MemoryTracker, device: torch.device, shard_device: torch.device
@@ -207,6 +197,7 @@ class Unit:
 
     def on_listed(self) -> None:
         """In a backward, code lists the parameters that a module shows. It may change those that are unsharded."""
+        self.sync_requires_grad()
         self._write_back = self._write_back or self.write_back_inplace
 
     def end_recompute(self) -> None:
@@ -261,9 +252,8 @@ class Unit:
                         "where the gradient may have come or not; set it before the backward or after it."
                     )
 
-    def follow_requires_grad(self) -> None:
-        """In a backward, apply changes of `requires_grad` on either kind of parameters to the other. Modules may show either."""
-        self.sync_requires_grad()
+    def take_requires_grad(self) -> None:
+        """Apply changes of `requires_grad` on the unsharded parameters, which the modules show, to the sharded ones."""
         if any([*map(FlatBuffer.take_requires_grad, self.flats)]):
             self._find_out_if_trained()
 
@@ -349,7 +339,8 @@ class Unit:
             # A recompute around the unit may read parameters after the unit's post-backward. A recompute of a part of the
             # unit soon needs the other parameters too, and the ranks may read them in another order.
             is_shown = parameter is unsharded
-            if (read_inside and is_shown) or ((read_inside or is_shown) and self._observer.unshard_for_backward()):
+            if (read_inside and is_shown) or ((read_inside or is_shown) and self.observer.unshard_for_backward()):
+                self.sync_requires_grad()
                 self._write_back = self.write_back_inplace_of_recompute
                 return unsharded
         if parameter is unsharded:  # a hook in a backward inside the forward may have changed what the modules show
@@ -381,8 +372,8 @@ class Unit:
         self.check_shards()
         self.sync_requires_grad()
         flat, place = self._locate(index)
-        if self._before_copy is not None and (copies is None or flat not in copies):
-            self._before_copy(flat, dtype)
+        if self.before_copy is not None and (copies is None or flat not in copies):
+            self.before_copy(flat, dtype)
         value = gather_param(flat, place, dtype, self.name, self._on_external_grad, copies)
         if in_backward() and value.requires_grad:
             # In a recompute the gradient may arrive in a graph task of the checkpoint, whose end is not the end of the
@@ -392,11 +383,11 @@ class Unit:
 
     def _used_outside(self, value: Tensor) -> Tensor:
         if value.requires_grad:
-            self._observer.on_used_outside()
+            self.observer.on_used_outside()
         return value
 
     def _on_external_grad(self) -> None:
-        self._observer.on_external_grad()
+        self.observer.on_external_grad()
 
     def _locate(self, index: int) -> tuple[FlatBuffer, int]:
         """The flat buffer of a parameter of this unit, and its index there."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fsdp.errors import ShardingError
 from fsdp.params.shown_params import owning_unit
-from fsdp.shards.dtensors import local_of
+from fsdp.shards.dtensors import here_of, local_of
 
 READERS: Final = (
     *("abs", "clone", "cpu", "cuda", "detach", "double", "float", "item", "max", "mean", "min", "norm", "numpy"),
@@ -62,7 +62,7 @@ def _read(
     unsharded = given()
     if torch.compiler.is_compiling():  # it does not know methods of nn.Parameter
         return getattr(Tensor if kind is nn.Parameter else kind, name)(unsharded, *args, **kwargs)
-    if unsharded is not None and unsharded.numel() and not _memory_of(unsharded).untyped_storage().size():
+    if unsharded is not None and unsharded.numel() and not here_of(unsharded).untyped_storage().size():
         parameter = owned()
         owner = None if parameter is None else owning_unit(parameter)
         unit = "a unit that no longer exists" if owner is None else f"unit {owner.name!r}"
@@ -77,8 +77,3 @@ def _read(
         plain.__dict__.update({key: value for key, value in unsharded.__dict__.items() if key not in READERS})
         return plain.__reduce_ex__(*args, **kwargs)  # type: ignore[no-untyped-call]
     return getattr(kind, name)(unsharded, *args, **kwargs)
-
-
-def _memory_of(tensor: Tensor) -> Tensor:
-    local = local_of(tensor)
-    return tensor if local is None else local

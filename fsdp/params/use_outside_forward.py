@@ -16,7 +16,7 @@ from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.placement import Placement
 from fsdp.params.shown_params import Owner, owning_unit
-from fsdp.shards.dtensors import local_of
+from fsdp.shards.dtensors import here_of, local_of
 from fsdp.shards.shard_tensor import ShardTensor, gather_full, plain
 
 GatheredCopies = dict[FlatBuffer, Tensor]
@@ -244,8 +244,7 @@ class ReadCopies:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """What this rank holds. As bytes, NaN is equal to itself."""
-    local = local_of(tensor)
-    return (tensor if local is None else local).reshape(-1).view(torch.uint8)
+    return here_of(tensor).reshape(-1).view(torch.uint8)
 
 
 class RefuseShardGrad:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fsdp.comm.communicator import Communicator
 from fsdp.device.streams import readable_device
-from fsdp.params.flat_buffer import FlatBuffer
+from fsdp.params.flat_buffer import FlatBuffer, sum_of_bits
 from fsdp.shards.shard_parameter import moved_shards
 from fsdp.shards.shard_tensor import quick_attributes
 
@@ -149,7 +149,7 @@ class Versions:
         if not self._flats:
             return torch.zeros(0, dtype=torch.int64)
         with torch.no_grad():
-            return torch.stack([flat.sum_of_bits() for flat in self._flats])
+            return torch.stack([sum_of_bits(flat.shard) for flat in self._flats])
 
 
 def any_changed(asked: Sequence[Versions], world_comm: Communicator) -> bool:

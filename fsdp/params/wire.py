@@ -9,7 +9,6 @@ on the wire directly.
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import ClassVar
 
 import torch
 from torch import Size, Tensor
@@ -23,9 +22,6 @@ class Wire:
     """Where the elements of a flat buffer of one segment lie on the wire (W * C,): where they lie in memory."""
 
     __slots__ = ("_cutter", "_layout", "_placements")
-
-    has_views: ClassVar = True
-    """Whether a full parameter on the wire is a view of it."""
 
     def __init__(self, layout: Layout, placements: Sequence[Placement], cutter: Cutter) -> None:
         """`cutter`: makes the views of full parameters in memory."""
@@ -70,8 +66,6 @@ class WireOfSegments(Wire):
     """The same for a flat buffer of several segments. See [Note: order on the wire]."""
 
     __slots__ = ("_shapes", "_single_shapes")
-
-    has_views: ClassVar = False
 
     def __init__(self, layout: Layout, placements: Sequence[Placement], cutter: Cutter) -> None:
         super().__init__(layout, placements, cutter)

@@ -166,9 +166,9 @@ class Bucket:
 
     def drop_all_accumulated(self) -> None:
         """Drop all accumulated gradients, and `.grad` of the sharded parameters that show nothing else."""
-        for i in list(self.accumulated):
-            accumulated = self._drop_accumulated(i)
-            if accumulated is not None and accumulated.owns_shard_grad:
+        for i, accumulated in list(self.accumulated.items()):
+            self._drop_accumulated(i)
+            if accumulated.owns_shard_grad:
                 self.flat.sharded_params[i].grad = None
 
     def shard_grads(self) -> list[Tensor | None]:
@@ -176,16 +176,6 @@ class Bucket:
         shown = {i for i, one in self.accumulated.items() if one.owns_shard_grad}
         with quick_attributes():
             return [None if i in shown else p.grad for i, p in enumerate(self.flat.sharded_params)]
-
-    def can_have_shard_grads(self) -> list[bool]:
-        """For each sharded parameter, whether it ever has a `.grad`: a plain shard without elements has none."""
-        return [placement.gets_grad for placement in self.flat.placements]
-
-    def drop_shard_grads(self, kept: Sequence[bool]) -> None:
-        """Set `.grad` of the other sharded parameters to None."""
-        for param, keeps in zip(self.flat.sharded_params, kept, strict=True):
-            if not keeps:
-                param.grad = None
 
     def _accumulated_form(self, i: int) -> GradForm | None:
         return self.accumulated[i].form if i in self.accumulated else None
@@ -222,14 +212,8 @@ class Bucket:
         here = [*map(is_not, map(_GRAD, self.flat.unsharded_params), repeat(None))]
         if launched and True not in here:
             return here
-        before = (
-            self.local_used
-            if launched
-            else [i in self.accumulated for i in range(len(here))]
-            if self.accumulated
-            else repeat(False)
-        )
-        self._set_used([now or earlier for now, earlier in zip(here, before, strict=False)])
+        before = self.local_used if launched else [i in self.accumulated for i in range(len(here))]
+        self._set_used([now or earlier for now, earlier in zip(here, before, strict=True)])
         return here if launched else self.local_used
 
     def _set_used(self, used: list[bool]) -> None:
@@ -250,9 +234,9 @@ class Bucket:
             ShardingError: a gradient is sparse, and no module said so.
         """
         flat = self.flat
-        views, parts = self.views, self._parts
+        views, parts, into = self.views, self._parts, self.buffer
         if buffer is not None:
-            views = flat.wire.views_of(buffer)
+            views, into = flat.wire.views_of(buffer), buffer
             parts = [*chain.from_iterable(views)]
             if buffer.dtype is flat.shard.dtype and not flat.home.copies:
                 # otherwise the reduced shard is converted or copied
@@ -270,7 +254,7 @@ class Bucket:
         ):
             self.local_used, self.all_local_used = self.all_used, True
             full = flat.wire.parts_of_all(gradients)
-            _copy_divided(self.buffer if buffer is None else buffer, parts, full, divisor)
+            _copy_divided(into, parts, full, divisor)
             for form, of_form in terms.items():
                 form.add_up(of_form)
             return
@@ -290,7 +274,7 @@ class Bucket:
                 for summand in summands[1:]:
                     view.add_(summand[number])
         if divisor != 1:
-            (self.buffer if buffer is None else buffer).div_(divisor)
+            into.div_(divisor)
         for form, of_form in terms.items():
             form.add_up(of_form)
         self._set_used(used)
@@ -438,7 +422,7 @@ class Bucket:
         alternative, self._alternative = self._alternative, None
         if alternative is not None and alternative[0].data_ptr() == reduced.data_ptr():
             return [alternative[1][i] for i in flat.local_params]  # it was reduced where it was filled
-        return flat.local_views_of(reduced)
+        return flat.local_cutter.views_of(reduced)
 
 
 def _copy_divided(buffer: Tensor, views: list[Tensor], gradients: list[Tensor], divisor: float) -> None:

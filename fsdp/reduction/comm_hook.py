@@ -38,9 +38,9 @@ class GradBucket:
 
         Copies in a bucket of several DTensors, which has no such views. They must not be changed.
         """
-        wire = self._bucket.flat.wire
-        gradients = wire.full_params(self._buffer)
-        if not wire.has_views:
+        flat = self._bucket.flat
+        gradients = flat.wire.full_params(self._buffer)
+        if not flat.gathers_in_place:
             self._copies += [(copy, copy._version) for copy in gradients]
         return gradients
 

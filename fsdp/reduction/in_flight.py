@@ -37,8 +37,6 @@ class Reduction(NamedTuple):
     """The gradients of several buckets in one input, if they were joined."""
     scratch: int
     """Bytes that the communicator holds while the reduction is in flight."""
-    name: str
-    """The name of the first unit."""
     divisor: float = 1
     """What the sum is divided by."""
     lane: int = 0
@@ -81,10 +79,6 @@ class ReductionQueue:
     def set_divide_factors(self, before: float, after: float) -> None:
         """From now on, divide gradients by `before` before the sum over the ranks, and by `after` after it."""
         self.divide_factors = before, after
-
-    def set_hook(self, hook: CommHook) -> None:
-        """From now on, a comm hook reduces buckets in place of the engine."""
-        self.hook = hook
 
     @property
     def oldest(self) -> Sequence[Bucket]:
@@ -140,11 +134,11 @@ class ReductionQueue:
         scratch = 0 if coalesced else comm.scratch_bytes(inputs[0], self._exact)
         self._tracker.add("reduced", size_of(output))
         self._tracker.add("scratch", scratch)
-        self._reduce_scatters.append(Reduction(buckets, output, work, joined, scratch, name, divisor, lane))
+        self._reduce_scatters.append(Reduction(buckets, output, work, joined, scratch, divisor, lane))
 
     def _launch_replicated(self, buckets: Sequence[Bucket], lane: int, remainder: bool) -> None:
         """Launch where the chunk is the whole bucket: the buffer that is filled is the output, and becomes `.grad`."""
-        name, size = buckets[0].name, sum(map(_SHARD_NUMEL, buckets))
+        size = sum(map(_SHARD_NUMEL, buckets))
         predivisor, divisor = self._divisors(buckets[0], size)
         if self._copied_output is not None:
             self._streams.await_reductions()
@@ -155,7 +149,7 @@ class ReductionQueue:
         for bucket, chunk in zip(buckets, _split(output, buckets), strict=True):
             bucket.fill(remainder, chunk, predivisor)
         with self._streams.reducing(lane):
-            self._start_all_reduce(Reduction(buckets, output, DONE, None, 0, name, divisor, lane))
+            self._start_all_reduce(Reduction(buckets, output, DONE, None, 0, divisor, lane))
         self._tracker.add("reduced", size_of(output))
         # the output was allocated on the compute stream, and may be released already
         if buckets[0].flat.home.copies and buckets[0].flat.comms.lane(lane).replicate.size == 1:
@@ -178,7 +172,7 @@ class ReductionQueue:
         with self._streams.reducing(lane):
             work = SparseTotal(rows, bucket.flat.comms.lane(lane).replicate, bucket.name)
         self._tracker.add("reduced", size_of(rows))
-        self._all_reduces.append(Reduction((bucket,), rows, work, None, 0, bucket.name, divisor, lane))
+        self._all_reduces.append(Reduction((bucket,), rows, work, None, 0, divisor, lane))
 
     def launch_hooked(self, bucket: Bucket, shown: GradBucket, remainder: bool) -> bool:
         """Fill one bucket and let the comm hook reduce it; return False, as its gradients stay in its memory."""
@@ -193,7 +187,7 @@ class ReductionQueue:
             bucket.memory.release(self._tracker)
             raise
         self._tracker.add("reduced", size_of(output))
-        self._reduce_scatters.append(Reduction((bucket,), output, work, None, 0, bucket.name))
+        self._reduce_scatters.append(Reduction((bucket,), output, work, None, 0))
         return False
 
     def wait_next(self) -> None:
@@ -284,7 +278,7 @@ class ReductionQueue:
         if self.hook is not None or replicas.size == 1:
             self._finish(reduction, DONE)
         else:
-            work = replicas.all_reduce(_as_real(reduction.output), "sum", reduction.name, self._exact)
+            work = replicas.all_reduce(_as_real(reduction.output), "sum", reduction.buckets[0].name, self._exact)
             scratch = replicas.all_reduce_scratch_bytes(reduction.output, self._exact)
             self._tracker.add("scratch", scratch)
             self._all_reduces.append(reduction._replace(work=work, joined=None, scratch=scratch))

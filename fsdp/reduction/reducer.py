@@ -9,7 +9,6 @@ Rule 4: the tables of `state_machine.bucket` decide what happens to a bucket; th
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import islice
 from time import perf_counter
 
 from torch import Tensor, nn, promote_types
@@ -55,8 +54,8 @@ class Reducer:
         """For each unit, the numbers of its buckets."""
         for number, bucket in enumerate(self.buckets):
             self.of_unit[bucket.unit].append(number)
-        self.can_have_shard_grads = [flag for bucket in self.buckets for flag in bucket.can_have_shard_grads()]
-        """For each sharded parameter, whether it ever has a `.grad` on this rank."""
+        self.can_have_shard_grads = [placement.gets_grad for bucket in self.buckets for placement in bucket.flat.placements]
+        """For each sharded parameter, whether it ever has a `.grad` on this rank: a plain shard without elements has none."""
         self._device = readable_device(units[0].device)
         self.used_params = UsedParams(units, self.buckets, self.policy.static_graph, comms.world_comm, self._device)
         self.reductions = ReductionQueue(self.policy, comms, streams, tracker)
@@ -100,7 +99,7 @@ class Reducer:
 
     def set_hook(self, hook: CommHook) -> None:
         """From now on, a comm hook reduces buckets in place of the engine."""
-        self.reductions.set_hook(hook)
+        self.reductions.hook = hook
         self._make_groups()
 
     @property
@@ -115,7 +114,7 @@ class Reducer:
         """Whether there is nothing to keep under `no_sync`: on one rank `.grad` can sum gradients without more rounding."""
         dtypes = [(bucket.dtype, bucket.flat.shard.dtype) for bucket in self.buckets]
         sums = all([promote_types(reduced, shard) is shard for reduced, shard in dtypes])
-        return sums and self.hook is None and self._comms.size == 1
+        return sums and self.reductions.hook is None and self._comms.size == 1
 
     @property
     def accumulates(self) -> bool:
@@ -141,9 +140,10 @@ class Reducer:
 
     def drop_shard_grads(self, kept: Sequence[bool]) -> None:
         """Set `.grad` of the other sharded parameters to None. `kept` is in the order of `shard_grads`."""
-        flags = iter(kept)
-        for bucket in self.buckets:
-            bucket.drop_shard_grads(list(islice(flags, len(bucket.views))))
+        params = [parameter for bucket in self.buckets for parameter in bucket.flat.sharded_params]
+        for parameter, keeps in zip(params, kept, strict=True):
+            if not keeps:
+                parameter.grad = None
 
     def forget_kept(self) -> None:
         """Drop all gradients accumulated under `no_sync`."""
@@ -170,7 +170,8 @@ class Reducer:
         self._ready_at = [perf_counter()] * len(self.buckets)
         """When each bucket became ready."""
         # a comm hook may wait for each of its collectives at once, so with one no bucket is early
-        self._expected = {n: 0 if self.hook is not None else sum(self.buckets[n].flat.requires_grad_flags) for n in self.early}
+        hooked = self.reductions.hook is not None
+        self._expected = {n: 0 if hooked else sum(self.buckets[n].flat.requires_grad_flags) for n in self.early}
         """For each early bucket, how many gradients it waits for. Below 1: none."""
         self._flushed = 0
         """The number of flushed units."""
@@ -319,10 +320,9 @@ class Reducer:
 
     def drain(self, index: int) -> None:
         """Wait until no collective of any unit is in flight. Idempotent; raises what the first collective raises."""
-        work = self.used_params.take_work()
         try:
             with self._streams.computing():
-                self.reductions.drain(() if work is None else (work,))
+                self.reductions.drain(self.used_params.take_work())
         finally:
             for number in self.of_unit[index]:
                 self._queue.on(number, BucketEvent.DRAINED)
@@ -337,7 +337,7 @@ class Reducer:
     # helpers ------------------------------------------------------------------------------
 
     def _make_groups(self) -> None:
-        self._queue.agree_on(self._order.make_groups(self.hook is not None))
+        self._queue.agree_on(self._order.make_groups(self.reductions.hook is not None))
 
     def _accumulating(self) -> list[Bucket]:
         # while full parameters are shown, `.grad` of the sharded ones is set aside and says nothing
@@ -360,7 +360,7 @@ class Reducer:
                 bucket.clear_unsharded_grads()
         while self.reductions.is_full and self._may_wait_for(self.reductions.oldest):
             self._wait_next()
-        if self.hook is None:
+        if self.reductions.hook is None:
             left_memory = self.reductions.launch(buckets, remainder)
         else:
             left_memory = self.reductions.launch_hooked(buckets[0], self._grad_bucket(buckets[0], group[0]), remainder)

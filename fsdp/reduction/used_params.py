@@ -273,10 +273,10 @@ class UsedParams:
         self._step_flags = None
         self._steps.forget()
 
-    def take_work(self) -> Work | None:
-        """Take the exchange in flight away, for a caller that waits for it and does not read it."""
+    def take_work(self) -> Sequence[Work]:
+        """Take the exchange in flight away, if there is one, for a caller that waits for it and does not read it."""
         exchange, self._exchange = self._exchange, None
-        return None if exchange is None else exchange.work
+        return () if exchange is None else (exchange.work,)
 
     def _check_static(self) -> None:
         for bucket, first in zip(self._buckets, self._static_local, strict=True):

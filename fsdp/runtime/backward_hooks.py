@@ -46,9 +46,9 @@ class BackwardHooks(RefuseCopy, UnitObserver):
         self._engine = engine
         self._index = index
         self.visit = Visit(engine.visited)
-        self._outer: Sequence[BackwardHooks] = ()
+        self.outer: Sequence[BackwardHooks] = ()
         """The hooks of all units with inner units. Autograd can leave such a unit by a path without hooks."""
-        self._unit.set_observer(self)
+        self._unit.observer = self
         self._handles: list[RemovableHandle] = []
         for number in engine.reducer.of_unit[index]:
             early_bucket = number if number in engine.reducer.early else None
@@ -62,10 +62,6 @@ class BackwardHooks(RefuseCopy, UnitObserver):
                 refuse = RefuseShardGrad(place.names[0], self._unit.name)
                 with _trainable(place.parameter):
                     self._handles.append(place.parameter.register_hook(refuse))  # type: ignore[no-untyped-call]
-
-    def set_outer(self, outer: "Sequence[BackwardHooks]") -> None:
-        """Set the hooks of all units with inner units, once all are made."""
-        self._outer = outer
 
     def remove(self) -> None:
         """Remove the hooks on parameters."""
@@ -106,7 +102,7 @@ class BackwardHooks(RefuseCopy, UnitObserver):
         self.visit.reach(path)
         if torch.is_grad_enabled():
             # any of these units may have made the gradients
-            for outer in self._outer:
+            for outer in self.outer:
                 if outer.visit.entered:
                     outer.hook_gradients(gradients)
             for hooks, around in path.enclosing:
@@ -117,7 +113,7 @@ class BackwardHooks(RefuseCopy, UnitObserver):
         """Enter a call of this unit through a side output of an inner unit. `goes_on`: the backward may continue here."""
         if goes_on:  # else it can continue only through a side input, which is not checked
             self._refuse_changed_parameters(path.versions)
-        path.enter_from_inner_unit(self.visit.backward)
+        path.entered_in = self.visit.backward
         if not self.visit.entered:
             self._pre_backward_again()
 

@@ -54,6 +54,7 @@ class Engine:
         self.units = tuple(units)
         self.descendants = tuple(descendants)
         self.comms = comms
+        """Failures are passed on to these. A pipeline adds some."""
         self.streams = streams
         self.tracker = tracker
         policies = [units[0].config.root_reshard_policy, *(unit.config.reshard_policy for unit in units[1:])]
@@ -68,8 +69,8 @@ class Engine:
         """Whether a pipeline stage computes gradients of inputs and of weights apart. Unsharded parameters have the latter."""
         self.in_pipeline_step = False
         """Whether a step of a pipeline is going on that can be done again if it fails: what is kept of it will be dropped."""
-        self.watcher: PassWatcher | None = None
-        """Set inside `fsdp.join`."""
+        self.watcher = PassWatcher()
+        """Another one inside `fsdp.join`."""
         self.forward = Pass()
         """The forward of the root that runs; at rest one without calls."""
         self.backward = Pass()
@@ -86,10 +87,6 @@ class Engine:
         self.path = path
         self._action_handlers, self._effect_handlers = actions, tuple(effects)
         self.phases = Phases([unit.name for unit in self.units], self._action_handlers, self._effect_handlers)
-
-    def set_comms(self, comms: CommContext) -> None:
-        """From now on, failures are passed on to these: communicators were added."""
-        self.comms = comms
 
     def set_synchronises(self, synchronises: bool) -> None:
         """From now on, backwards that begin reduce their gradients, or do not."""
@@ -117,14 +114,6 @@ class Engine:
             self.reset_step()
             self.reducer.forget_kept()
         self.in_pipeline_step = can_repeat
-
-    def end_pipeline_step(self) -> None:
-        """The gradients of all micro-batches are reduced."""
-        self.in_pipeline_step = False
-
-    def set_watcher(self, watcher: PassWatcher | None) -> None:
-        """From now on, call `watcher` before each forward of the root, and before and after each backward. None: call nothing."""
-        self.watcher = watcher
 
     # events and actions -------------------------------------------------------------------
 
@@ -227,14 +216,6 @@ class Engine:
         finally:
             self.path.step_failed()
 
-    def begin_forward(self) -> None:
-        """A forward of the root begins."""
-        self.forward = Pass()
-
-    def begin_backward(self, graph_task: int) -> None:
-        """A backward begins in this graph task."""
-        self.backward = Pass(graph_task)
-
     def forget_backward(self) -> None:
         """The backward is over: forget what it has recorded."""
         self.backward = Pass()
@@ -270,11 +251,6 @@ class Engine:
     def is_before_commits(self) -> bool:
         """Whether a backward runs whose gradients are not in `.grad` yet."""
         return self.root.in_backward or self.reducer.runs_grad_hooks
-
-    @property
-    def param_ids(self) -> set[int]:
-        """The ids of the sharded parameters."""
-        return {id(info.parameter) for unit in self.units for info in unit.param_infos}
 
     def unreduced_params(self) -> dict[int, str]:
         """The names of the parameters whose gradients are not reduced, by id.

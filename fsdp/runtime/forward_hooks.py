@@ -43,7 +43,7 @@ class EngineHooks:
                 enclosing[inner].append(self._forward[index])
         outer = [hooks for index, hooks in enumerate(self._backward) if engine.descendants[index]]
         for hooks in self._backward:
-            hooks.set_outer(outer)
+            hooks.outer = outer
 
     def remove(self) -> None:
         """Remove every hook."""
@@ -54,10 +54,6 @@ class EngineHooks:
     def run_as_forward(self, index: int, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of a unit as if it were its forward."""
         return self._forward[index].run_as_forward(method, args, kwargs)
-
-    def on_call(self, callback: Callable[..., None]) -> RemovableHandle:
-        """Call `callback` before each forward of the root, with the module, args and kwargs."""
-        return self._forward[0].module.register_forward_pre_hook(callback, prepend=True, with_kwargs=True)
 
 
 class ForwardHooks(RefuseCopy):
@@ -89,11 +85,6 @@ class ForwardHooks(RefuseCopy):
         for module in members:
             self._handles.append(module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._post_forward, always_call=True))
-
-    @property
-    def module(self) -> nn.Module:
-        """The module of the unit."""
-        return self._unit.module
 
     def remove(self) -> None:
         """Remove the hooks of the unit."""
@@ -139,15 +130,15 @@ class ForwardHooks(RefuseCopy):
                 self._accumulate_grad_checks.check()
                 self._passes.pre_forward(call)
                 if self._unit.has_replaced:
-                    call.path.set_versions(self._unit.versions.forward_begins())
+                    call.path.versions = self._unit.versions.forward_begins()
             if call.path.recompute or self._engine.splits_backward:
-                call.keep_gradients([unsharded.grad for unsharded in self._unit.unsharded_params])
+                call.gradients = [unsharded.grad for unsharded in self._unit.unsharded_params]
         call.accept(carried)
         unsharded = self._engine.is_unsharded(self._index)
         if unsharded:
             self._unit.stop_intercepting()
             if self._unit.config.guard and not call.nested:
-                call.set_guard(Guard(self._unit))
+                call.guard = Guard(self._unit)
         if (dtype := self._input_dtype) is None or not unsharded:
             return None
         return cast_floating(args, dtype), cast_floating(kwargs, dtype)
@@ -192,7 +183,7 @@ class ForwardHooks(RefuseCopy):
             self._fail(call, refusal)
             raise
         if call.path.recompute:
-            self._passes.post_recompute(call)
+            self._engine.on_event(self._index, Event.POST_RECOMPUTE)
         else:
             self._passes.post_forward(call, Event.POST_FORWARD if outputs else Event.POST_FORWARD_NO_GRAD)
         if call.path.recompute or outputs:

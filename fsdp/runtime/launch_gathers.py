@@ -74,19 +74,15 @@ class Gathers:
     def _launch(self, group: Sequence[int]) -> None:
         units = [self._units[index] for index in group if len(group) == 1 or self._sizes[index]]
         if len(units) > 1:
-            self._launch_joint(units)
+            with self._streams.gathering():
+                prepared = [one for unit in units for one in unit.prepare_all_gather()]
+                works = (units[0].gather_together(prepared), *self._streams.gathered())
+            for unit in units:
+                unit.add_works(works)
         else:
             for unit in units:
                 unit.all_gather()
         self._on_launch(group)
-
-    def _launch_joint(self, units: Sequence[Unit]) -> None:
-        """One all-gather for several units."""
-        with self._streams.gathering():
-            prepared = [one for unit in units for one in unit.prepare_all_gather()]
-            works = (units[0].gather_together(prepared), *self._streams.gathered())
-        for unit in units:
-            unit.add_works(works)
 
 
 def _kind(unit: Unit) -> tuple[Communicator, torch.device] | None:

@@ -27,7 +27,7 @@ import torch
 from torch.autograd import Variable, profiler
 
 from fsdp.autograd.frames import gets_gradient, graph_task
-from fsdp.autograd.visits import ForwardCall
+from fsdp.autograd.visits import ForwardCall, Pass
 from fsdp.comm.broadcast_buffers import broadcast_buffers
 from fsdp.debug.error_notes import add_note_to_what_ends_the_backward
 from fsdp.errors import ShardingError
@@ -122,16 +122,15 @@ class Passes:
             engine.refuse_two_threads()  # they must not end each other's backward
         if self._end_backward(BackwardEvent.PASS_BEGINS):
             engine.notify_peers(self._units[engine.failing_unit].name, None)
-        engine.begin_forward()
+        engine.forward = Pass()
         try:
             refuse_transforms(outermost.name)
             ModuleTree.of(outermost.module).check(self._units)
             self._path.forward_begins(records_graph)
-            if engine.watcher is not None:
-                engine.watcher.before_forward(records_graph)
+            engine.watcher.before_forward(records_graph)
             self._meet_after_failure()
             if outermost.config.broadcast_buffers and records_graph:
-                broadcast_buffers(outermost.modules, engine.comms.world_comm, engine.watcher.source if engine.watcher else 0)
+                broadcast_buffers(outermost.modules, engine.comms.world_comm, engine.watcher.source)
             if self._reducer.policy.find_unused_parameters:
                 # a rank may not use a unit that is frozen on all ranks
                 for unit in self._units:
@@ -192,25 +191,19 @@ class Passes:
         for index in self.engine.unsharded_units():
             if index == call.unit or index in self.engine.descendants[call.unit]:
                 self._units[index].refuse_repointed()
-        if not self.engine.is_unsharded(call.unit):
-            call.begin_sharded()
-            if self._units[call.unit].versions.is_copy_of_earlier:  # a hook has changed the weights since
-                self.engine.request(call.unit, Request.RESHARD)
+        if not self.engine.is_unsharded(call.unit) and self._units[call.unit].versions.is_copy_of_earlier:
+            self.engine.request(call.unit, Request.RESHARD)  # a hook has changed the weights since
         self.engine.on_event(call.unit, Event.PRE_RECOMPUTE)
         self._units[call.unit].begin_recompute()
         self.engine.backward.calls.append(call)
-
-    def post_recompute(self, call: ForwardCall) -> None:
-        """It has returned."""
-        self.engine.on_event(call.unit, Event.POST_RECOMPUTE)
 
     def leave_recompute(self, call: ForwardCall) -> None:
         """It has returned, failed, or torch has stopped it early. What it has set counts for all units that are entered."""
         self.engine.backward.end(call)
         self._units[call.unit].end_recompute()
-        self._follow_flags()
-        if call.reshards:
-            self.engine.request(call.unit, Request.RESHARD)
+        for index in self.engine.unsharded_units():
+            self._units[index].sync_requires_grad()
+        self._take_flags()
 
     def post_forward(self, call: ForwardCall, event: Event) -> None:
         """End the forward of a unit: POST_FORWARD, POST_FORWARD_NO_GRAD or FORWARD_FAILED. The outermost one ends the pass."""
@@ -249,7 +242,7 @@ class Passes:
         self._root.begin(kind)
         # autograd drops the gradient of a parameter that is frozen when it comes
         self._look_at_flags(Unit.sync_requires_grad)
-        if engine.watcher is not None and not calls:
+        if not calls:
             engine.watcher.before_backward(reduces)
         engine.pending_backward.expect(False)
         if calls:
@@ -257,7 +250,7 @@ class Passes:
                 engine.refuse_two_threads()
             for call in calls:  # this backward may gather their units again
                 call.path.add_updates(self._units[call.unit].write_back_inplace(call.taken))
-        engine.begin_backward(graph_task())
+        engine.backward = Pass(graph_task())
         self._schedule = self._path.schedules.backward
         self._reducer.begin(accumulates=kind is BackwardEvent.NO_SYNC_BEGINS)
         if reduces and self._reducer.policy.find_unused_parameters:
@@ -276,10 +269,10 @@ class Passes:
                 method(unit)
             self._flags_seen = shard_changes.count
 
-    def _follow_flags(self) -> None:
-        """In a backward, apply changes of `requires_grad` of units that it has entered."""
+    def _take_flags(self) -> None:
+        """In a backward, apply changes of `requires_grad` of what modules show. Reductions look at the flags of shards."""
         for index in self.engine.unsharded_units():
-            self._units[index].follow_requires_grad()
+            self._units[index].take_requires_grad()
 
     def call_at_end_of_graph_task(self, callback: Callable[[], None]) -> None:
         """Call `callback` at the end of the current graph task: of the backward, or of a reentrant checkpoint in it."""
@@ -307,7 +300,7 @@ class Passes:
         """End the backward: reduce what is left, wait for all reductions, and put the gradients into `.grad`."""
         try:
             self._look_at_flags(Unit.refuse_changed_flags)
-            self._follow_flags()
+            self._take_flags()
         except ShardingError as refusal:
             self.engine.fail(refusal, self.engine.last_unit)
             raise
@@ -351,8 +344,7 @@ class Passes:
         try:
             self._reducer.run_hooks(engine.note)
         finally:  # the gradients are reduced, also if a hook of the user raises
-            if engine.watcher is not None:
-                engine.watcher.after_backward()
+            engine.watcher.after_backward()
         return True
 
     def _begin_pass(self, is_forward: bool) -> None:

@@ -1,6 +1,5 @@
 """What the passes of a root ask where ranks may go different ways, and what calls them back inside `fsdp.join`."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from fsdp.runtime.prefetch import PassSchedules
@@ -33,22 +32,19 @@ class PathPolicy:
         """A forward or a backward has failed, or the step was abandoned."""
 
 
-class PassWatcher(ABC):
-    """An object that the engine calls before each forward of the root, and before and after each backward: a `fsdp.join`."""
+class PassWatcher:
+    """What the engine calls before each forward of the root, and before and after each backward: a `fsdp.join`, or this."""
 
-    @property
-    @abstractmethod
-    def source(self) -> int:
-        """The rank whose buffers a forward gives to all ranks, if the model broadcasts buffers."""
+    is_join = False
+    """Whether it is a `fsdp.join`."""
+    source = 0
+    """The rank whose buffers a forward gives to all ranks, if the model broadcasts buffers."""
 
-    @abstractmethod
     def before_forward(self, records_graph: bool) -> None:
         """A forward of the root begins."""
 
-    @abstractmethod
     def before_backward(self, reduces: bool) -> None:
         """A backward begins outside any forward. `reduces`: whether it reduces its gradients."""
 
-    @abstractmethod
     def after_backward(self) -> None:
         """A backward is over. Its gradients are where the user sees them, and the user's hooks have run."""

@@ -87,7 +87,7 @@ class PrefetchSchedule:
 
     def _learn(self) -> None:
         """Make the pass before the record."""
-        if self._current and not self._followed_to_the_end():
+        if self._current and not (self._followed and len(self._current) == len(self._record)):
             what = "order changed" if self._record else "schedule learned"
             self._record = tuple(self._current)
             self._groups = tuple(self._make_groups())
@@ -124,9 +124,6 @@ class PrefetchSchedule:
                 group = []
             if unit is not None:
                 group.append(unit)
-
-    def _followed_to_the_end(self) -> bool:
-        return self._followed and len(self._current) == len(self._record)
 
 
 class PassSchedules:

@@ -84,9 +84,8 @@ class StaleParams:
         versions.before_gather(in_backward=not check)
         # data of the user is copied just now; a forward may write shards after its pass began, and the gather stream has waited
         # for the beginning alone
-        if replaced or (check and not self._streams.on_host and versions.moved_in_pass):
-            self._streams.pass_begins()
-        if CopyAction.WAIT in actions:
+        is_written = check and not self._streams.on_host and versions.moved_in_pass
+        if replaced or is_written or CopyAction.WAIT in actions:
             self._streams.pass_begins()
         if CopyAction.SUM in actions:
             versions.remember_sums()

@@ -63,7 +63,7 @@ def _refuse_unreduced(name: str, optimizer: Optimizer, kept: bool = True) -> Non
     """
     for engine in [engine for engine in _engines if engine.has_unreduced_grads]:
         # engines of other models and of other simulated ranks may keep gradients too
-        of_engine = engine.param_ids
+        of_engine = {id(info.parameter) for unit in engine.units for info in unit.param_infos}
         unreduced = engine.unreduced_params() if any([id(p) in of_engine for p in _parameters_of(optimizer)]) else {}
         found = next((unreduced[id(p)] for p in _parameters_of(optimizer) if id(p) in unreduced), None)
         if found is not None and engine.is_before_commits:

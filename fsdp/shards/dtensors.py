@@ -272,6 +272,12 @@ def local_of(tensor: Any) -> Tensor | None:
     return local
 
 
+def here_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, without autograd; any other tensor as it is."""
+    here: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return here
+
+
 def refuse_own_gathers(parameters: Sequence[nn.Parameter], unit: str) -> None:
     """Check that no DTensor has a method of its own with which torch's fully_shard would gather it.
 

@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from fsdp.autograd.dynamo import uncompiled
 from fsdp.autograd.frames import in_backward
 from fsdp.errors import ShardingError
-from fsdp.shards.dtensors import local_of
+from fsdp.shards.dtensors import here_of
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.norms_and_sums import REDUCTIONS, Reduction, gather_and_combine, only_element
 from fsdp.shards.operators import Rule, outputs_of, rule_of
@@ -258,9 +258,8 @@ torch.numel = _numel_of(torch.numel)  # type: ignore[assignment]
 
 def plain(tensor: Tensor) -> Tensor:
     """`tensor` as an ordinary tensor: this rank's part, which shares its memory, without autograd."""
-    local = local_of(tensor)
     with local_operators():
-        return (tensor if local is None else local).detach()
+        return here_of(tensor).detach()
 
 
 def gather_full(tensor: ShardTensor) -> Tensor:

@@ -8,8 +8,9 @@ exploration leaves out, and some other tree includes it.
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 from state_machine.explorer import collector_off
 from state_machine.explorer.harness import NEVER, Harness, Snapshot
@@ -99,7 +100,8 @@ def explore(tree: Tree) -> Report:
                 try:
                     broke = harness.perform(move, fail_after)
                 except Violation as violation:
-                    story = (*_story(tree, came_from, here), _describe(tree, move, fail_after), f"=> {violation}")
+                    steps = story_of(came_from, here, partial(_describe, tree))
+                    story = (*steps, _describe(tree, here, move, fail_after), f"=> {violation}")
                     return Report(tree.name, len(came_from), transitions, refusals, 1, story, time.perf_counter() - began)
                 there = harness.freeze()
                 if there not in came_from:
@@ -111,17 +113,16 @@ def explore(tree: Tree) -> Report:
     return Report(tree.name, len(came_from), transitions, refusals, 0, (), time.perf_counter() - began)
 
 
-def _story(tree: Tree, came_from: dict[Snapshot, tuple[Snapshot, Move, int] | None], snapshot: Snapshot) -> tuple[str, ...]:
+def story_of(came_from: dict[Any, Any], state: Any, describe: Callable[..., str]) -> tuple[str, ...]:
+    """The moves that lead to a state. `describe` puts one into words: the state before it, the move, and what else is known."""
     steps: list[str] = []
-    step = came_from[snapshot]
-    while step is not None:
-        before, move, fail_after = step
-        steps.append(_describe(tree, move, fail_after))
-        step = came_from[before]
+    while (step := came_from[state]) is not None:
+        steps.append(describe(*step))
+        state = step[0]
     return tuple(reversed(steps))
 
 
-def _describe(tree: Tree, move: Move, fail_after: int) -> str:
+def _describe(tree: Tree, before: Snapshot, move: Move, fail_after: int) -> str:
     """Describe a move in words."""
     name, event = tree.units[move.unit].name, move.event.name
     words = {

@@ -10,7 +10,7 @@ from typing import Any, Final
 from state_machine.bucket import BucketEvent, BucketKind, BucketState
 from state_machine.explorer import collector_off
 from state_machine.explorer.bucket_harness import BucketHarness, Move, Part, Scene, What
-from state_machine.explorer.explore import Report
+from state_machine.explorer.explore import Report, story_of
 from state_machine.explorer.invariants import Violation
 
 ORDINARY, BEHIND, EARLY, UNUSED, AT_END = BucketKind
@@ -60,7 +60,7 @@ def explore_buckets(scene: Scene, used: set[tuple[BucketKind, BucketState, Bucke
         try:
             moves = tuple(harness.moves())
         except Violation as violation:
-            story = (*_story(came_from, here), f"=> {violation}")
+            story = (*story_of(came_from, here, _describe), f"=> {violation}")
             break
         for move in moves:
             harness.restore(here)
@@ -68,7 +68,7 @@ def explore_buckets(scene: Scene, used: set[tuple[BucketKind, BucketState, Bucke
             try:
                 harness.perform(move)
             except Violation as violation:
-                story = (*_story(came_from, here), *_describe(move, here), f"=> {violation}")
+                story = (*story_of(came_from, here, _describe), _describe(here, move), f"=> {violation}")
                 break
             there = harness.freeze()
             if there not in came_from:
@@ -79,22 +79,12 @@ def explore_buckets(scene: Scene, used: set[tuple[BucketKind, BucketState, Bucke
     return Report(scene.name, len(came_from), transitions, 0, int(bool(story)), story, time.perf_counter() - began)
 
 
-def _story(came_from: dict[Any, tuple[Any, Move] | None], state: Any) -> tuple[str, ...]:
-    steps: list[str] = []
-    step = came_from[state]
-    while step is not None:
-        before, move = step
-        steps += _describe(move, before)
-        step = came_from[before]
-    return tuple(reversed(steps))
-
-
-def _describe(move: Move, before: Any) -> tuple[str, ...]:
+def _describe(before: Any, move: Move) -> str:
     """Describe a move in words. A step that a rank takes by itself is described by its name in `todo`."""
     if move.what is What.GOES_ON:
         todo = before[1][move.rank][4][7]
-        return (f"rank {move.rank}: {' '.join(str(one) for one in todo[0])}",)
-    return (f"rank {move.rank}: {move.what.name} {move.of}",)
+        return f"rank {move.rank}: {' '.join(str(one) for one in todo[0])}"
+    return f"rank {move.rank}: {move.what.name} {move.of}"
 
 
 def run() -> int:

@@ -22,18 +22,8 @@ from tests.acts.players import WIDTH, Player, Raised, clean
 
 FORKED: Final = 10.0
 """Seconds after which a forked process that says nothing hangs."""
-Act = Callable[[Player, int], None]
+Act = Callable[[Player, int], object]
 """The number says in which block: 0 or 1."""
-ACTS: Final[dict[str, Act]] = {}
-
-
-def act(name: str) -> Callable[[Act], Act]:
-    def enter(do: Act) -> Act:
-        assert name not in ACTS, f"two acts are called {name!r}"
-        ACTS[name] = do
-        return do
-
-    return enter
 
 
 def weight_of(at: Player, block: int) -> nn.Parameter:
@@ -45,28 +35,49 @@ def unit_of(at: Player, block: int) -> nn.Module:
     return at.net.blocks[block]
 
 
+ACTS: Final[dict[str, Act]] = {
+    "freeze a parameter": lambda at, block: weight_of(at, block).requires_grad_(False),
+    "freeze the model": lambda at, _: at.model.requires_grad_(False),
+    "train a frozen parameter": lambda at, block: at.parameters()[f"blocks.{block}.gain"].requires_grad_(True),
+    "change a weight through .data": lambda at, block: weight_of(at, block).data.mul_(0.9),
+    "change a weight through .detach()": lambda at, block: weight_of(at, block).detach().mul_(0.9),
+    "initialise a weight": lambda at, block: nn.init.constant_(weight_of(at, block), 0.25),
+    "model.eval()": lambda at, _: at.model.eval(),
+    "model.train()": lambda at, _: at.model.train(),
+    "eval() of one module": lambda at, block: unit_of(at, block).eval(),
+    "change a buffer in place": lambda at, block: at.blocks[block].scale.mul_(0.9),
+    "add a tensor hook": lambda at, block: at.handles.append(weight_of(at, block).register_hook(lambda gradient: gradient * 0.5)),
+    "read the names of the state dict": lambda at, _: at.read("names", sorted(clean(name) for name in at.model.state_dict())),
+    "save and load the optimizer's state": lambda at, _: at.optimizer.load_state_dict(copy.deepcopy(at.optimizer.state_dict())),
+    "model.to('cpu')": lambda at, _: at.model.to("cpu"),
+    "convert the model": lambda at, _: at.model.to(torch.float32 if at.dtype is torch.float64 else torch.float64),
+    "convert one unit": lambda at, block: unit_of(at, block).to(at.dtype),
+    "optimizer.step()": lambda at, _: at.optimizer.step(),
+    "optimizer.zero_grad()": lambda at, _: at.optimizer.zero_grad(),
+    "optimizer.zero_grad(set_to_none=False)": lambda at, _: at.optimizer.zero_grad(set_to_none=False),
+    "evaluate the model": lambda at, _: at.read("outputs", at.evaluate(904)),
+    "evaluate one module": lambda at, block: at.read("outputs", at.evaluate(905, unit_of(at, block))),
+    "a complete forward and backward": lambda at, _: at.backward(at.loss(at.model(at.data(992)))),
+}
+"""By name. Those of more than one expression are entered below."""
+
+
+def act(name: str) -> Callable[[Act], Act]:
+    def enter(do: Act) -> Act:
+        assert name not in ACTS, f"two acts are called {name!r}"
+        ACTS[name] = do
+        return do
+
+    return enter
+
+
 # requires_grad ----------------------------------------------------------------------------------
-
-
-@act("freeze a parameter")
-def _(at: Player, block: int) -> None:
-    weight_of(at, block).requires_grad_(False)
-
-
-@act("freeze the model")
-def _(at: Player, block: int) -> None:
-    at.model.requires_grad_(False)
 
 
 @act("thaw what was trained")
 def _(at: Player, block: int) -> None:
     for name in at.trained:
         at.parameters()[name].requires_grad_(True)
-
-
-@act("train a frozen parameter")
-def _(at: Player, block: int) -> None:
-    at.parameters()[f"blocks.{block}.gain"].requires_grad_(True)
 
 
 @act("freeze a parameter and thaw it")
@@ -202,21 +213,6 @@ def _(at: Player, block: int) -> None:
     at.parameters()["head.weight" if block else "enter.weight"].mul_(0.9)
 
 
-@act("change a weight through .data")
-def _(at: Player, block: int) -> None:
-    weight_of(at, block).data.mul_(0.9)
-
-
-@act("change a weight through .detach()")
-def _(at: Player, block: int) -> None:
-    weight_of(at, block).detach().mul_(0.9)
-
-
-@act("initialise a weight")
-def _(at: Player, block: int) -> None:
-    nn.init.constant_(weight_of(at, block), 0.25)
-
-
 @act("look a row up with max_norm")
 @torch.no_grad()
 def _(at: Player, block: int) -> None:
@@ -235,37 +231,12 @@ def _(at: Player, block: int) -> None:
 # modes and buffers ------------------------------------------------------------------------------
 
 
-@act("model.eval()")
-def _(at: Player, block: int) -> None:
-    at.model.eval()
-
-
-@act("model.train()")
-def _(at: Player, block: int) -> None:
-    at.model.train()
-
-
-@act("eval() of one module")
-def _(at: Player, block: int) -> None:
-    unit_of(at, block).eval()
-
-
-@act("change a buffer in place")
-def _(at: Player, block: int) -> None:
-    at.blocks[block].scale.mul_(0.9)
-
-
 @act("replace a buffer")
 def _(at: Player, block: int) -> None:
     at.blocks[block].scale = at.blocks[block].scale * 0.9
 
 
 # hooks ------------------------------------------------------------------------------------------
-
-
-@act("add a tensor hook")
-def _(at: Player, block: int) -> None:
-    at.handles.append(weight_of(at, block).register_hook(lambda gradient: gradient * 0.5))
 
 
 @act("add a post-accumulate hook")
@@ -439,16 +410,6 @@ def _(at: Player, block: int) -> None:
         at.model.load_state_dict(at.kept["state"], assign=True)
 
 
-@act("read the names of the state dict")
-def _(at: Player, block: int) -> None:
-    at.read("names", sorted(clean(name) for name in at.model.state_dict()))
-
-
-@act("save and load the optimizer's state")
-def _(at: Player, block: int) -> None:
-    at.optimizer.load_state_dict(copy.deepcopy(at.optimizer.state_dict()))
-
-
 # modules ----------------------------------------------------------------------------------------
 
 
@@ -491,21 +452,6 @@ def _(at: Player, block: int) -> None:
     at.kept["copy"] = copy.deepcopy(weight_of(at, block))
 
 
-@act("model.to('cpu')")
-def _(at: Player, block: int) -> None:
-    at.model.to("cpu")
-
-
-@act("convert the model")
-def _(at: Player, block: int) -> None:
-    at.model.to(torch.float32 if at.dtype is torch.float64 else torch.float64)
-
-
-@act("convert one unit")
-def _(at: Player, block: int) -> None:
-    unit_of(at, block).to(at.dtype)
-
-
 # the optimizer ----------------------------------------------------------------------------------
 
 
@@ -514,21 +460,6 @@ def _(at: Player, block: int) -> None:
     gain = at.parameters()[f"blocks.{block}.gain"]
     at.optimizer.add_param_group({"params": [gain], "lr": 0.1})
     gain.requires_grad_(True)
-
-
-@act("optimizer.step()")
-def _(at: Player, block: int) -> None:
-    at.optimizer.step()
-
-
-@act("optimizer.zero_grad()")
-def _(at: Player, block: int) -> None:
-    at.optimizer.zero_grad()
-
-
-@act("optimizer.zero_grad(set_to_none=False)")
-def _(at: Player, block: int) -> None:
-    at.optimizer.zero_grad(set_to_none=False)
 
 
 @act("clip the gradients")
@@ -546,16 +477,6 @@ def _(at: Player, block: int) -> None:
 def _(at: Player, block: int) -> None:
     at.synchronise(False)
     at.synchronise(True)
-
-
-@act("evaluate the model")
-def _(at: Player, block: int) -> None:
-    at.read("outputs", at.evaluate(904))
-
-
-@act("evaluate one module")
-def _(at: Player, block: int) -> None:
-    at.read("outputs", at.evaluate(905, unit_of(at, block)))
 
 
 @act("call the model in a forked process")
@@ -615,11 +536,6 @@ def _(at: Player, block: int) -> None:
 @act("a forward whose output is dropped")
 def _(at: Player, block: int) -> None:
     at.read("outputs", [output.detach() for output in at.outputs(at.model(at.data(991)))])
-
-
-@act("a complete forward and backward")
-def _(at: Player, block: int) -> None:
-    at.backward(at.loss(at.model(at.data(992))))
 
 
 @act("raise")

@@ -129,11 +129,11 @@ class DesyncDetector:
         self.host_waits = True
         self.publish(pending)
         if self.fatal is None:
-            found = self._read()
+            found = self.read_calls()
             self.fatal = self._find_desync(found)
             if self.fatal is None and is_deadlock(found, self.size):
                 time.sleep(STALL_SECONDS / 4)
-                if self._read() == found:  # all were read at different times, and are now known to hold at one time
+                if self.read_calls() == found:  # all were read at different times, and are now known to hold at one time
                     for rank, one in found.items():
                         if one.is_restart:
                             self._peers.report_restart(rank)
@@ -198,7 +198,7 @@ class DesyncDetector:
         except RuntimeError:
             failure.add_note("fsdp: the store of the group does not answer; the process that holds it may have ended.")
             return
-        waits = [f"rank {self.name(rank)} waits for {pending.call}" for rank, pending in self._read().items()]
+        waits = [f"rank {self.name(rank)} waits for {pending.call}" for rank, pending in self.read_calls().items()]
         failure.add_note(
             f"fsdp: {'; '.join(waits) or 'no rank has waited long'}. Ranks that are not named compute, hang, or wait in another "
             f"library. {FEWER_BATCHES}"
@@ -267,9 +267,9 @@ class DesyncDetector:
     def _name_all(self, ranks: Sequence[int]) -> str:
         return name_ranks([self.name(rank) for rank in ranks])
 
-    def _read(self) -> dict[int, PendingCall]:
-        """The pending calls of the ranks that have published one."""
-        keys = {rank: f"waits/{rank}" for rank in range(self.size)}
+    def read_calls(self, place: str = "waits") -> dict[int, PendingCall]:
+        """The pending calls of the ranks that have published one, which they write to `place`."""
+        keys = {rank: f"{place}/{rank}" for rank in range(self.size)}
         found = {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
         return {rank: PendingCall(*fields) for rank, fields in found.items() if fields is not None}
 
@@ -288,10 +288,7 @@ class CallSequence:
         self.launched = 0
         """The number of calls that have been checked."""
         self.evaluated = 0
-
-    def count_evaluation(self) -> None:
-        """Count a gather in a forward without gradients."""
-        self.evaluated += 1
+        """The number of gathers in forwards without gradients."""
 
     def check_call(self, kind: str, label: str, size: int) -> Callable[[], PendingCall]:
         """Check a call that is about to be made. Returns a function that describes it, for a rank that waits for it long.
@@ -313,7 +310,7 @@ class CallSequence:
         if here.agreed != call:
             self._agree(describe(), kind in BETWEEN_STEPS)
             recent = (*here.recent, call)[-MEMORY:]
-            here.learn(call, self._known.setdefault(recent, History(recent)))
+            here.agreed, here.then = call, self._known.setdefault(recent, History(recent))
         self._here = here.then
         self.launched = number
         return describe

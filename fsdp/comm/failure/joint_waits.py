@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from fsdp.comm.failure.desync import STALL_SECONDS, DesyncDetector
-from fsdp.comm.failure.pending_call import PendingCall, remedies_for
+from fsdp.comm.failure.pending_call import PendingCall, absent_ranks, remedies_for
 from fsdp.errors import name_ranks
 
 
@@ -22,10 +22,8 @@ class Monitor(Protocol):
     detector: DesyncDetector
     group: str
     """The name of the group, which no other group has."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """As the user counts them."""
+    ranks: tuple[int, ...]
+    """As the user counts them."""
 
 
 class JointWaits:
@@ -46,11 +44,11 @@ class JointWaits:
         key = pending.key and f"{monitor.group}/{pending.key}"
         mine = json.dumps(pending._replace(comm=name, key=key, launched=launched))
         joint.detector.store.set(f"across/{joint.detector.rank}", mine)
-        found = self._read(joint)
+        found = joint.detector.read_calls("across")
         if len(found) < len(joint.ranks) or not all(_absent(one, found) for one in found.values()):
             return None
         time.sleep(STALL_SECONDS / 4)
-        if self._read(joint) != found:  # they were read at different times, and are now known to hold at one time
+        if joint.detector.read_calls("across") != found:  # read at different times, and now known to hold at one time
             return None
         parts = []
         for rank, one in found.items():
@@ -64,17 +62,7 @@ class JointWaits:
         if (joint := self._joint()) is not None:
             joint.detector.store.set(f"across/{joint.detector.rank}", "null")
 
-    def _read(self, joint: Monitor) -> dict[int, PendingCall]:
-        store = joint.detector.store
-        keys = {rank: f"across/{rank}" for rank in range(len(joint.ranks))}
-        fields = {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
-        return {rank: PendingCall(*one) for rank, one in fields.items() if one is not None}
-
 
 def _absent(pending: PendingCall, found: dict[int, PendingCall]) -> list[int]:
     """The ranks of the group that have not made the call, nor are about to."""
-    return [
-        rank
-        for rank, theirs in found.items()
-        if theirs.launched.get(pending.comm, pending.number) < pending.number and not (theirs.key and theirs.key == pending.key)
-    ]
+    return absent_ranks(pending, {rank: theirs for rank, theirs in found.items() if pending.comm in theirs.launched})

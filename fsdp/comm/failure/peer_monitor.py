@@ -82,11 +82,7 @@ def at_end(function: Callable[[], None]) -> None:
     """
     atexit.register(function)
     # it runs in the fork after `multiprocessing` has dropped what was registered
-    util.register_after_fork(function, _at_end_of_fork)
-
-
-def _at_end_of_fork(function: Callable[[], None]) -> None:
-    util.Finalize(None, function, exitpriority=0)
+    util.register_after_fork(function, lambda one: util.Finalize(None, one, exitpriority=0))
 
 
 def seconds(variable: str, otherwise: float) -> float:
@@ -146,7 +142,7 @@ class PeerMonitor:
         """The number of backwards that ended without an error."""
         self._store = store
         self._scope = scope
-        self._ranks = tuple(ranks)
+        self.ranks = tuple(ranks)
         """The ranks as the user counts them: in the default group."""
         self._rank = rank
         """This rank in this group."""
@@ -183,7 +179,7 @@ class PeerMonitor:
 
     def _start(self) -> None:
         """Begin an epoch: a new detector and new connections."""
-        self.detector = DesyncDetector(self._scope(f"{self._epoch}"), self._rank, len(self._ranks), self, self._time_out)
+        self.detector = DesyncDetector(self._scope(f"{self._epoch}"), self._rank, len(self.ranks), self, self._time_out)
         self.sequences = self.detector.sequences
         self.detector.open(OPENING)
         for name in self._comms:
@@ -209,14 +205,9 @@ class PeerMonitor:
         """The number of hosts of the group, the same on all ranks. To be called after `meet`."""
         return self._neighbours.count_hosts()
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks as the user counts them: in the default group."""
-        return self._ranks
-
     def name(self, rank: int) -> int:
         """The rank as the user counts it: in the default group."""
-        return self._ranks[rank]
+        return self.ranks[rank]
 
     def _connect_comm(self, name: str) -> None:
         self.detector.open(name)
@@ -237,7 +228,7 @@ class PeerMonitor:
         if isinstance(failure, PeerFailed):
             why = failure.rank, failure.unit, failure.reason
         else:
-            why = self._ranks[self._rank], unit, "an error" if failure is None else f"{type(failure).__name__}: {failure}"
+            why = self.ranks[self._rank], unit, "an error" if failure is None else f"{type(failure).__name__}: {failure}"
         with suppress(RuntimeError):  # the store may have gone
             number = self._store.add(f"abandoned/{self._epoch}", 1)
             self._store.set(f"abandoned/{self._epoch}/{number}", json.dumps((*why, self._rank, self.launched())))
@@ -323,7 +314,7 @@ class PeerMonitor:
         self.detector.read_fatal()
         self.detector.raise_fatal()
         epoch = self._epoch + 1
-        keys = [f"back/{epoch}/{rank}" for rank in range(len(self._ranks))]
+        keys = [f"back/{epoch}/{rank}" for rank in range(len(self.ranks))]
         self._store.set(keys[self._rank], json.dumps((self._completed, self.launched())))
         self._wait_for_all(keys)
         states = [json.loads(self._store.get(key)) for key in keys]
@@ -333,12 +324,12 @@ class PeerMonitor:
             self._device_may_wait_forever = other is not None
             ahead, behind = counts.index(max(counts)), counts.index(min(counts))
             self._fail_for_good(
-                f"rank {self._ranks[ahead]} has completed a backward that rank {self._ranks[behind]} has abandoned, so their "
+                f"rank {self.ranks[ahead]} has completed a backward that rank {self.ranks[behind]} has abandoned, so their "
                 "parameters may be a step apart: load a checkpoint, on all ranks."
             )
         if other is not None:
             self._fail_for_good(
-                f"rank {self._ranks[other]} and rank {self._ranks[0]} have launched different collectives on their devices in "
+                f"rank {self.ranks[other]} and rank {self.ranks[0]} have launched different collectives on their devices in "
                 f"the step they abandoned, and what waits for them there cannot be taken back. {RESTART}"
             )
         self._epoch = epoch
@@ -397,7 +388,7 @@ class PeerMonitor:
             if not broken:
                 return
             if time.monotonic() - begin > self._patience:
-                missing = [rank for rank in range(len(self._ranks)) if not self._store.check([f"here/{self._epoch}/{rank}"])]
+                missing = [rank for rank in range(len(self.ranks)) if not self._store.check([f"here/{self._epoch}/{rank}"])]
                 if missing:
                     self._tcp.cut()
                     self._fail(missing, f"does not answer: its connections broke {self._patience:g} s ago")
@@ -412,12 +403,12 @@ class PeerMonitor:
 
     def _wait_until_known(self) -> None:
         """Wait until the other ranks know of the step that this one has abandoned: the store may end with rank 0."""
-        end, here = time.monotonic() + self._patience, self._ranks[self._rank] == 0 and self._written == self._epoch
+        end, here = time.monotonic() + self._patience, self.ranks[self._rank] == 0 and self._written == self._epoch
         with suppress(RuntimeError):
             while here and time.monotonic() < end:
                 found = self.abandonments(self._epoch)
                 know = {*(one.writer for one in found), *self._ended_ranks()}
-                if {self._ranks[rank] for rank in know} | {one.rank for one in found if one.is_lost} >= {*self._ranks}:
+                if {self.ranks[rank] for rank in know} | {one.rank for one in found if one.is_lost} >= {*self.ranks}:
                     return
                 time.sleep(0.02)
 
@@ -430,13 +421,13 @@ class PeerMonitor:
 
     def report_restart(self, rank: int) -> NoReturn:
         """Raise PeerFailed: `rank` has started another forward while this rank waited for it."""
-        name, reason = self._ranks[rank], f"a {RESTART_CALL}, which failed outside the model or was left out there"
+        name, reason = self.ranks[rank], f"a {RESTART_CALL}, which failed outside the model or was left out there"
         raise abandoned_by(name, None, reason)
 
     def _ended_ranks(self) -> list[int]:
         """The other ranks that have ended."""
         some = self._store.check(["ended"])
-        others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
+        others = [rank for rank in range(len(self.ranks)) if rank != self._rank]
         dead = self._neighbours.dead()
         return [rank for rank in others if rank in dead or (some and self._store.check([f"gone/{rank}"]))]
 
@@ -468,12 +459,12 @@ class PeerMonitor:
             remedy = f" {EVERY_RANK} {FEWER_BATCHES}{remedy}"
         # an error about another rank says nothing of this one
         own = [(r, why) for r, why in zip(ranks, failures, strict=True) if why and not why.startswith(("PeerFailed:", _KILLED))]
-        cause = "".join(f". The error that ended rank {self._ranks[rank]} is {why}" for rank, why in own[:1])
+        cause = "".join(f". The error that ended rank {self.ranks[rank]} is {why}" for rank, why in own[:1])
         self._fail(ranks, reason, f"{where}{cause}.{remedy}", reason + cause)
 
     def _fail(self, ranks: Sequence[int], reason: str, rest: str = f". {RESTART}", passed_on: str = "") -> NoReturn:
         """`passed_on`: the reason that this rank passes on, if it is longer."""
-        names = [self._ranks[rank] for rank in ranks]
+        names = [self.ranks[rank] for rank in ranks]
         who = f"rank {names[0]}" if len(names) == 1 else f"each of the ranks {', '.join(map(str, names))}"
         raise PeerFailed(f"{who} {reason}{rest}", names[0], None, passed_on or reason)
 

@@ -91,12 +91,9 @@ class History:
     def __init__(self, recent: tuple[Signature, ...]) -> None:
         self.recent = recent
         self.agreed: Signature | None = None
+        """The call that is predicted."""
         self.then: History
         """The history after `agreed`."""
-
-    def learn(self, call: Signature, then: "History") -> None:
-        """Predict `call` from now on; `then` is the history after it."""
-        self.agreed, self.then = call, then
 
 
 def text_of(call: Signature) -> str:
@@ -114,11 +111,6 @@ def place_of(pending: PendingCall) -> str:
     return f"The ranks disagree on operation {pending.number} of communicator {pending.comm!r}"
 
 
-def have_left_the_loop(calls: Iterable[str]) -> bool:
-    """Whether some ranks may have left the training loop: the calls in which ranks wait are of several kinds."""
-    return len({call.partition("(")[0] for call in calls}) > 1
-
-
 def remedies_for(calls: Iterable[str], alone: Sequence[int] = ()) -> list[str]:
     """What may help ranks that wait in different calls, the likely cause first. `alone`: the ranks that have evaluated alone."""
     calls = list(calls)
@@ -133,7 +125,8 @@ def remedies_for(calls: Iterable[str], alone: Sequence[int] = ()) -> list[str]:
         return [*sorted({*causes.values()}), FEWER_BATCHES]
     # the collectives of units
     reduces, gathers = (any(call.startswith(kind) for call in others) for kind in ("reduce_scatter(", "all_gather("))
-    left = have_left_the_loop(calls)
+    # some ranks may have left the training loop: the calls are of several kinds
+    left = len({call.partition("(")[0] for call in calls}) > 1
     return [NO_SYNC] * (reduces and left) + [UNEVEN_PATHS] * (reduces or gathers) + [FEWER_BATCHES] * left
 
 

@@ -208,18 +208,14 @@ class DevicePeerMonitor(PeerMonitor):
             raise WorldError(self.detector.fatal)
         self._raise_fatal()
         # the launches of a rank that failed and then ended may not have run to their end
-        if lost := [rank for rank in gone if rank in writers or _is_more(launched, self._launched_by(rank))]:
+        if lost := [rank for rank in gone if rank in writers or _is_more(launched, self._exit_of(rank).launched)]:
             self._fail_ended(lost, ENDED, remedy="")
         if failures and self._rank not in writers and self._epoch == epoch and not self.down:
             self.pending_error = PendingError(epoch, abandoned_by(*failures[0][:3]))
 
-    def _launched_by(self, rank: int) -> dict[str, int]:
-        """The launches of a rank that has ended. Empty if it has not written them."""
-        return self._exit_of(rank).launched
-
     def prepare_abort(self, failure: WorldError) -> None:
         """From now on every call raises, because the collectives in flight are about to be aborted."""
-        text, where = str(failure), self._ranks[self._rank]
+        text, where = str(failure), self.ranks[self._rank]
         if ABORTED not in text:
             text = f"{text} {ABORTED} {where} has been aborted, and its parameters may hold what that left. {RESTART}"
         error = WorldError(text)

@@ -177,7 +177,7 @@ class DistributedDataParallel(ReplicatedModule):
         """The forward of the wrapped module, with its inputs on the device of `device_ids` if that was given."""
         own, trains = self.__dict__, torch.is_grad_enabled()  # the setter of modules takes microseconds
         own["_iteration"] += 1
-        if own["_has_trained"] and not trains and self.broadcast_buffers and self._unit_ref.engine.watcher is None:
+        if own["_has_trained"] and not trains and self.broadcast_buffers and not self._unit_ref.engine.watcher.is_join:
             self._unit_ref.unit.refuse_forked()
             broadcast_buffers(self._unit_ref.unit.modules, self._unit_ref.engine.comms.world_comm, label=FOR_EVALUATION)
         own["_has_trained"] = trains and self.require_backward_grad_sync

@@ -19,8 +19,9 @@ from fsdp.runtime.engine import Engine
 from fsdp.runtime.path_policy import PathPolicy
 from fsdp.runtime.prefetch import PassSchedules, PrefetchSchedule
 from fsdp.runtime.registry import collective_call, engines_in, refuse_unless_resting
-from fsdp.runtime.uneven.data_left import InsideJoin, Next, exchange_data_left
+from fsdp.runtime.uneven.data_left import Next, exchange_data_left
 from fsdp.runtime.uneven.gather_order import Combine, GatherOrder
+from fsdp.runtime.uneven.join_base import Joined
 from state_machine import Event
 from state_machine.paths import Phase, Place, Places
 
@@ -37,20 +38,20 @@ class CommonPath(PathPolicy):
         super().__init__(PassSchedules(schedule, schedule), _keep_until_the_end)
         self._forward_phase = Phase.FORWARD
         """The phase of the forward of the root that runs, or ran last."""
-        self._join: InsideJoin | None = None
+        self._join: Joined | None = None
         """Set inside `fsdp.join`."""
         self.has_met = False
         """Whether the ranks have met before the backward that runs, which is that of a rank that has no data left."""
         engine.reducer.set_meeting(self._meet_at_end_of_backward)
         for unit in engine.units:
-            unit.set_before_copy(self._before_copy)
+            unit.before_copy = self._before_copy
 
     @property
     def phase(self) -> Phase:
         """The part of a step that runs."""
         return Phase.BACKWARD if self._engine.root.in_backward else self._forward_phase
 
-    def set_join(self, join: InsideJoin | None) -> None:
+    def set_join(self, join: Joined | None) -> None:
         """From now on, call `join` where some ranks have no data left: at the end of a backward, and before a step."""
         self._join = join
 
@@ -147,7 +148,9 @@ class CommonPath(PathPolicy):
         if Place.NO_DATA not in places or not places & {Place.END_OF_BACKWARD, Place.STEP}:
             return
         engine, join = self._engine, self._join
-        left = exchange_data_left(engine.reducer, engine.comms.world_comm, engine.units[0].device, has_data=has_data, join=join)
+        known = None if join is None else join.known_grads
+        comm, device = engine.comms.world_comm, engine.units[0].device
+        left = exchange_data_left(engine.reducer, comm, device, has_data=has_data, known_grads=known)
         if outside := [rank for rank, other in enumerate(left.states) if not other.is_joined]:
             raise ShardingError(
                 f"a rank has no data left and waits at the end of fsdp.join, and {name_ranks(outside)} ended a backward outside "

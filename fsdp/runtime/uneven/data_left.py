@@ -10,7 +10,6 @@ others are. Before a step that means: if they were set to None since the backwar
 """
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum, IntEnum, auto
 from typing import NamedTuple
@@ -125,19 +124,6 @@ class DataLeft(NamedTuple):
             )
 
 
-class InsideJoin(ABC):
-    """What an engine asks of the join that it is inside."""
-
-    @property
-    @abstractmethod
-    def known_grads(self) -> "GradVersions":
-        """The gradients of this rank after the last backward or step."""
-
-    @abstractmethod
-    def on_data_left(self, left: DataLeft, comes: Next) -> None:
-        """The ranks have exchanged which of them have data left. Nothing is reduced yet, and no step taken."""
-
-
 class GradVersions:
     """The gradients of the shards of a rank as they were when they were last remembered."""
 
@@ -146,7 +132,9 @@ class GradVersions:
 
     def remember(self, gradients: Sequence[Tensor | None]) -> None:
         """Compare with these gradients from now on."""
-        self._known = _versions_of(gradients)
+        with quick_attributes():
+            # not the id, which may be that of a new gradient later
+            self._known = [None if one is None else (weakref.ref(one), one._version) for one in gradients]
 
     def have_changed(self, gradients: Sequence[Tensor | None]) -> bool:
         """Whether any of these gradients has changed, but for those that are None."""
@@ -161,12 +149,6 @@ class GradVersions:
         return any(one is None and before is not None for one, before in zip(gradients, self._known, strict=True))
 
 
-def _versions_of(gradients: Sequence[Tensor | None]) -> list[tuple[weakref.ref[Tensor], int] | None]:
-    with quick_attributes():
-        # not the id, which may be that of a new gradient later
-        return [None if one is None else (weakref.ref(one), one._version) for one in gradients]
-
-
 _UNKNOWN, _NONE, _SOME = 0, 1, 2
 """The byte of a parameter: of the ranks with data, none can have a gradient; none has one; some rank has one."""
 
@@ -177,21 +159,20 @@ def exchange_data_left(
     device: torch.device,
     *,
     has_data: bool,
-    join: InsideJoin | None,
+    known_grads: GradVersions | None,
     operation: int = 0,
 ) -> DataLeft:
     """Exchange what the ranks say of themselves, and which gradients they have.
 
-    `join`: the one that this rank is inside.
+    `known_grads`: those of this rank after its last backward or step inside a join; None outside of one.
 
     Traffic: an all-reduce of one byte a rank and one byte a sharded parameter.
     """
     gradients = reducer.shard_grads
-    known = join.known_grads if has_data and join is not None else None
-    changed = known is not None and known.have_changed(gradients)
-    removed = known is not None and known.were_removed(gradients)
+    changed = known_grads is not None and known_grads.have_changed(gradients)
+    removed = known_grads is not None and known_grads.were_removed(gradients)
     message = [0] * comm.size
-    state = RankState(has_data, join is not None, changed, ShardGrads.of(gradients, removed), operation)
+    state = RankState(has_data, known_grads is not None, changed, ShardGrads.of(gradients, removed), operation)
     message[comm.rank] = state.as_byte()
     if has_data:
         message += [

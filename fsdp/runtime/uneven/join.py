@@ -74,7 +74,7 @@ def join(
             raise ShardingError("join: with uneven_paths=True a rank without a batch computes nothing, so leave inputs out.")
         joined = UnevenJoin(engine, engine.path, step, rules)
     else:
-        joined = EvenJoin(model, root.hooks, engine, step, inputs, rules)
+        joined = EvenJoin(model, engine, step, inputs, rules)
     with ExitStack() as stack:
         stepped = stack.enter_context(SteppedOptimizers(model)) if step is None else None
         stack.callback(engine.reducer.reductions.set_averaging_ranks, engine.comms.size)
@@ -96,7 +96,7 @@ def _root_to_join(model: nn.Module, step: object, rules: JoinRules) -> UnitRef:
     engine = engines[0]
     if not callable(step) and (step is not None or root.unit.config.mesh_kind is not MeshKind.REPLICATE):
         raise ShardingError(f"join takes a function that steps, such as optimizer.step, not {step!r}.")
-    if engine.watcher is not None:
+    if engine.watcher.is_join:
         raise ShardingError("join: this model is inside another join already.")
     if engine.reducer.hook is not None and not rules.divides_by_all_ranks:
         raise ShardingError("join: the communication hook of this model averages over all ranks, also those that have finished.")

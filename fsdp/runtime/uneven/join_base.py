@@ -3,7 +3,7 @@
 `EvenJoin`: a rank without data runs its last batch beside the others. `UnevenJoin`: it needs no batch (`uneven_paths=True`).
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fsdp.errors import InputsExhausted, ShardingError, name_ranks
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.path_policy import PassWatcher
-from fsdp.runtime.uneven.data_left import DataLeft, GradVersions, InsideJoin, Next
+from fsdp.runtime.uneven.data_left import DataLeft, GradVersions, Next
 
 
 class JoinRules(NamedTuple):
@@ -23,30 +23,25 @@ class JoinRules(NamedTuple):
     """Whether all ranks raise when one of them has finished."""
 
 
-class Joined(PassWatcher, InsideJoin):
+class Joined(PassWatcher, ABC):
     """The object that `fsdp.join` yields. Its `step` is taken by all ranks together."""
+
+    is_join = True
 
     def __init__(self, engine: Engine, step: Callable[[], object] | None, rules: JoinRules) -> None:
         self._engine = engine
         self._step = step
         self._rules = rules
-        self._source = 0
-        self._known_grads = GradVersions(engine.reducer.shard_grads)
-
-    @property
-    def source(self) -> int:
+        self.source = 0
         """The first rank that had data left when the ranks exchanged it last.
 
         Its buffers are those of all, and so are its final weights if each rank steps by itself.
         """
-        return self._source
-
-    @property
-    def known_grads(self) -> GradVersions:
-        return self._known_grads
+        self.known_grads = GradVersions(engine.reducer.shard_grads)
+        """The gradients of this rank after the last backward or step."""
 
     def after_backward(self) -> None:
-        self._known_grads.remember(self._engine.reducer.shard_grads)
+        self.known_grads.remember(self._engine.reducer.shard_grads)
 
     def step(self) -> None:
         """Take the step given to `join` on every rank, finished ranks included.
@@ -60,7 +55,7 @@ class Joined(PassWatcher, InsideJoin):
             )
         self._announce_step()
         self._step()
-        self._known_grads.remember(self._engine.reducer.shard_grads)
+        self.known_grads.remember(self._engine.reducer.shard_grads)
 
     @abstractmethod
     def connected(self) -> AbstractContextManager[None]:
@@ -92,7 +87,7 @@ class Joined(PassWatcher, InsideJoin):
             )
         if self._step is not None:  # otherwise each rank steps by itself, and the others take over its gradients
             left.refuse_changes(comes)
-        self._source = left.ranks[0]
+        self.source = left.ranks[0]
         if not self._rules.divides_by_all_ranks:
             self._engine.reducer.reductions.set_averaging_ranks(len(left.ranks))
         if self._engine.comms.world_comm.rank in left.finished:

@@ -19,7 +19,7 @@ from fsdp.autograd.pytree import tensors_in
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import InputsExhausted, ShardingError
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.forward_hooks import EngineHooks
+from fsdp.runtime.path_policy import PassWatcher
 from fsdp.runtime.uneven.data_left import Next, exchange_data_left
 from fsdp.runtime.uneven.join_base import Joined, JoinRules
 
@@ -43,7 +43,6 @@ class EvenJoin(Joined):
     def __init__(
         self,
         model: nn.Module,
-        hooks: EngineHooks,
         engine: Engine,
         step: Callable[[], object] | None,
         inputs: tuple[Any, ...] | None,
@@ -51,7 +50,6 @@ class EvenJoin(Joined):
     ) -> None:
         super().__init__(engine, step, rules)
         self._model = model
-        self._hooks = hooks
         self._args = inputs
         self._kwargs: dict[str, Any] = {}
         self._outputs: list[Tensor] = []
@@ -59,12 +57,13 @@ class EvenJoin(Joined):
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        handle = self._hooks.on_call(self._store_inputs)
-        self._engine.set_watcher(self)
+        root = self._engine.units[0].module
+        handle = root.register_forward_pre_hook(self._store_inputs, prepend=True, with_kwargs=True)
+        self._engine.watcher = self
         try:
             yield
         finally:
-            self._engine.set_watcher(None)
+            self._engine.watcher = PassWatcher()
             handle.remove()
 
     def serve(self) -> None:
@@ -110,7 +109,9 @@ class EvenJoin(Joined):
         # instead of an operation, a finished rank says whether it lacks inputs
         number = int(self._args is None if operation is None else operation)
         has_data = operation is not None
-        left = exchange_data_left(self._engine.reducer, comm, device, has_data=has_data, join=self, operation=number)
+        left = exchange_data_left(
+            self._engine.reducer, comm, device, has_data=has_data, known_grads=self.known_grads, operation=number
+        )
         if not left.ranks:
             return None
         counts = Counter(left.states[rank].operation for rank in left.ranks)
@@ -126,7 +127,7 @@ class EvenJoin(Joined):
                 self._engine.abandon_step(stop)  # the others do so in the forward that they have begun
             raise
         if found in _FORWARDS and any(left.states[rank].operation for rank in left.finished):
-            given = InputsOfOthers(self._args, self._kwargs).exchange(comm, self.source, device)
+            given = _exchange_inputs((self._args, self._kwargs), comm, self.source, device)
             if self._args is None and given is not None:
                 self._args, self._kwargs = given
         return found
@@ -171,24 +172,18 @@ class EvenJoin(Joined):
                 leaf.grad = gradient
 
 
-class InputsOfOthers:
-    """The inputs of this rank's last forward, for a rank that has never had a batch."""
+def _exchange_inputs(mine: Any, comm: Communicator, source: int, device: torch.device) -> Any:
+    """The args and kwargs of the last forward of `source`, on `device`; None if they cannot be pickled. Every rank calls it."""
+    sent = _pickled(mine) if comm.rank == source else None
+    pickled = comm.gather_objects(sent, "inputs for ranks without a batch")[source]
+    if pickled is None:
+        return None
+    return tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, pickle.loads(pickled))
 
-    def __init__(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any]) -> None:
-        self._inputs = None if args is None else (args, kwargs)
 
-    def exchange(self, comm: Communicator, source: int, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the inputs of `source`, on `device`; None if they cannot be pickled. Every rank calls it."""
-        mine = self._pickled() if comm.rank == source else None
-        pickled = comm.gather_objects(mine, "inputs for ranks without a batch")[source]
-        if pickled is None:
-            return None
-        on_device = tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, pickle.loads(pickled))
-        return on_device[0], on_device[1]
-
-    def _pickled(self) -> bytes | None:
-        on_host = tree_map(lambda one: one.detach().cpu() if isinstance(one, Tensor) else one, self._inputs)
-        try:
-            return pickle.dumps(on_host)
-        except (pickle.PicklingError, AttributeError, TypeError):  # what pickle raises for a lambda, a local class, a lock
-            return None
+def _pickled(inputs: Any) -> bytes | None:
+    on_host = tree_map(lambda one: one.detach().cpu() if isinstance(one, Tensor) else one, inputs)
+    try:
+        return pickle.dumps(on_host)
+    except (pickle.PicklingError, AttributeError, TypeError):  # what pickle raises for a lambda, a local class, a lock
+        return None

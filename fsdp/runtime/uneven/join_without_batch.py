@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from fsdp.runtime.engine import Engine
+from fsdp.runtime.path_policy import PassWatcher
 from fsdp.runtime.uneven.common_path import CommonPath
 from fsdp.runtime.uneven.join_base import Joined, JoinRules
 from state_machine.paths import Place
 
 
 class UnevenJoin(Joined):
-    """The ranks of one root inside a join, some of which may have no data left."""
+    """The ranks of one root inside a join, some of which may have no data left. Forwards and backwards are not announced."""
 
     def __init__(self, engine: Engine, path: CommonPath, step: Callable[[], object] | None, rules: JoinRules) -> None:
         super().__init__(engine, step, rules)
@@ -24,19 +25,13 @@ class UnevenJoin(Joined):
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        self._engine.set_watcher(self)
+        self._engine.watcher = self
         self._path.set_join(self)
         try:
             yield
         finally:
             self._path.set_join(None)
-            self._engine.set_watcher(None)
-
-    def before_forward(self, records_graph: bool) -> None:
-        """Nothing is announced: other ranks may run no forward."""
-
-    def before_backward(self, reduces: bool) -> None:
-        """Nothing is announced: all ranks meet at its end."""
+            self._engine.watcher = PassWatcher()
 
     def serve(self) -> None:
         # gradients accumulated under `no_sync`, whose backward will not follow

@@ -62,7 +62,7 @@ def test_the_first_rank_ends_when_all_others_know_why_a_step_was_abandoned(monke
     monkeypatch.setenv(module.SECONDS, "9")
     first, second, third, lost = make(4, store=(store := MemoryStore()))
     for one, ranks in zip((first, second, third, lost), [(0, 1, 2, 3)] * 4, strict=True):
-        one._ranks = ranks
+        one.ranks = ranks
     failure = PeerFailed("text", 3, None, "does not answer: its connections broke 2 s ago")
     order: list[str] = []
 
@@ -86,7 +86,7 @@ def test_the_first_rank_ends_when_all_others_know_why_a_step_was_abandoned(monke
 def test_the_first_rank_waits_only_so_long_for_others() -> None:
     """A wait without end would be ended by the time-out of tests."""
     first, _ = make(2)
-    first._ranks = (0, 1)
+    first.ranks = (0, 1)
     first.abandon("Net", ValueError("no"))
     begin = time.monotonic()
     first.on_exit()
