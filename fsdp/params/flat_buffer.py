@@ -125,11 +125,11 @@ class FlatBuffer:
         self._own_addresses = (self._own_shard.data_ptr(), self._addresses())
         """Where the own memory of the shard lies, and where each sharded parameter lies in it."""
         self.requires_grad_flags = [p.requires_grad for p in originals]
+        """`requires_grad` of each parameter, as it was applied last."""
         self._flags_seen = -1
         """`shard_changes` when `requires_grad_flags` were last found right. Shards that count no changes are asked each time."""
         self._unhooked_at = -1
         """`shard_changes` when no shard was last found to have a hook of the user."""
-        """`requires_grad` of each parameter, as of the last forward."""
         self._nonempty = [i for i, p in enumerate(self._local_unsharded) if p.numel()]
         self._with_memory = [self._local_unsharded[i] for i in self._nonempty]
         starts = (slot.start for slot in self.layout.slots if slot.numel)
