@@ -151,6 +151,11 @@ FOUND: dict[str, Program] = {
         Do("freeze the model"),
         Backward(1),
     ),
+    "a model in which a module was replaced is converted, by FSDP2's names": (
+        Do("replace a module inside a unit"),
+        Do("convert the model"),
+        *PASS,
+    ),
     "a model in which a module was replaced is copied": (
         Do("replace a module inside a unit"),
         Do("deepcopy the model, and evaluate the copy"),
@@ -167,6 +172,7 @@ WORLDS = {
     "a kept gradient is scaled through .data, on one rank": ("FULL_SHARD", 1),
     "a kept gradient and a reduced one are scaled through .data": ("fully_shard", 2),
     "a model is converted under no_sync, by FSDP1's names": ("torch_fsdp", 2),
+    "a model in which a module was replaced is converted, by FSDP2's names": ("fully_shard", 2),
     "a forward inside a forward fails, whose pre-hook has replaced p.data": ("fully_shard", 2),
     "a step between a forward and its backward, under no_sync, of a parameter of which a rank holds nothing": ("FULL_SHARD", 3),
 }

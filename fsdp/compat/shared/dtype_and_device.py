@@ -141,8 +141,7 @@ def _refuse(engine: Engine, units: Collection[int], function_name: str, fn: Conv
     engine.clean_up_dead_forward()
     refuse_unless_resting(function_name, engine)
     refuse_losses(engine, function_name)
-    root = engine.units[0]
-    ModuleTree.of(root.module).refuse_borrowing(root.name)
+    ModuleTree.of(engine.units[0].module).check(engine.units)
     for index in units:
         unit = engine.units[index]
         if any(flat.home.copies and fn(flat.shard.new_empty(0)).device != flat.shard.device for flat in unit.flats):
