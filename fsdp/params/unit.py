@@ -434,8 +434,7 @@ class Unit:
         """Each flat buffer to be gathered, with this rank's chunk, see `FlatBuffer.begin_gather`."""
         if self.is_put_away:
             self.refuse_put_away()
-        begun = self._tracker, self._streams
-        return [(flat, own) for flat in self.flats if (own := flat.begin_gather(*begun)) is not None]
+        return [(flat, own) for flat in self.flats if (own := flat.begin_gather(self._tracker, self._streams)) is not None]
 
     def add_works(self, works: Iterable[Work]) -> None:
         """Wait for these too, before the unsharded parameters may be read."""
