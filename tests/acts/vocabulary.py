@@ -58,6 +58,18 @@ ACTS: Final[dict[str, Act]] = {
     "evaluate the model": lambda at, _: at.read("outputs", at.evaluate(904)),
     "evaluate one module": lambda at, block: at.read("outputs", at.evaluate(905, unit_of(at, block))),
     "a complete forward and backward": lambda at, _: at.backward(at.loss(at.model(at.data(992)))),
+    "a forward whose output is dropped": lambda at, _: at.read(
+        "outputs", [output.detach() for output in at.outputs(at.model(at.data(991)))]
+    ),
+    "read which parameters have a gradient": lambda at, _: at.read(
+        "there", [name for name, parameter in at.parameters().items() if parameter.grad is not None]
+    ),
+    "add a forward hook": lambda at, block: at.handles.append(
+        at.blocks[block].register_forward_hook(lambda module, args, output: output * 0.9)
+    ),
+    "add a forward pre-hook": lambda at, block: at.handles.append(
+        at.blocks[block].register_forward_pre_hook(lambda module, args: (args[0] * 0.9,))
+    ),
 }
 """By name. Those of more than one expression are entered below."""
 
@@ -250,16 +262,6 @@ def _halve(parameter: Tensor) -> None:
         parameter.grad.mul_(0.5)
 
 
-@act("add a forward pre-hook")
-def _(at: Player, block: int) -> None:
-    at.handles.append(at.blocks[block].register_forward_pre_hook(lambda module, args: (args[0] * 0.9,)))
-
-
-@act("add a forward hook")
-def _(at: Player, block: int) -> None:
-    at.handles.append(at.blocks[block].register_forward_hook(lambda module, args, output: output * 0.9))
-
-
 @act("add a full backward hook")
 def _(at: Player, block: int) -> None:
     hook = at.blocks[block].register_full_backward_hook(lambda module, into, out: (into[0] * 0.9,))
@@ -360,11 +362,6 @@ def _(at: Player, block: int) -> None:
     gradient = weight_of(at, block).grad
     if gradient is not None and not (at.replicated and at.local_gradients):
         at.read("norm", (number(gradient.norm()), number(gradient.sum()), largest(gradient)))
-
-
-@act("read which parameters have a gradient")
-def _(at: Player, block: int) -> None:
-    at.read("there", [name for name, parameter in at.parameters().items() if parameter.grad is not None])
 
 
 @act("read the norm of every gradient")
@@ -531,11 +528,6 @@ def _(at: Player, block: int) -> None:
     # the rows that were looked up are smaller from now on
     next(m for m in other.modules() if isinstance(m, nn.Embedding)).max_norm = None
     at.read("outputs of another model", at.outputs(other(at.data(997))))
-
-
-@act("a forward whose output is dropped")
-def _(at: Player, block: int) -> None:
-    at.read("outputs", [output.detach() for output in at.outputs(at.model(at.data(991)))])
 
 
 @act("raise")
