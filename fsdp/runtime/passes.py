@@ -187,9 +187,9 @@ class Passes:
         self._gathers.gather(index)
 
     def pre_recompute(self, call: ForwardCall) -> None:
-        """Begin the forward of a unit that a checkpoint repeats inside a backward."""
-        for index in self.engine.unsharded_units():
-            if index == call.unit or index in self.engine.descendants[call.unit]:
+        """Begin a forward of a unit inside a backward: a checkpoint repeats it, or the user evaluates the model."""
+        for index in (call.unit, *self.engine.descendants[call.unit]):
+            if self.engine.is_unsharded(index):
                 self._units[index].refuse_repointed()
         if not self.engine.is_unsharded(call.unit) and self._units[call.unit].versions.is_copy_of_earlier:
             self.engine.request(call.unit, Request.RESHARD)  # a hook has changed the weights since
@@ -203,7 +203,7 @@ class Passes:
         self._units[call.unit].end_recompute()
         for index in self.engine.unsharded_units():
             self._units[index].sync_requires_grad()
-        self._take_flags()
+            self._units[index].take_requires_grad()
 
     def post_forward(self, call: ForwardCall, event: Event) -> None:
         """End the forward of a unit: POST_FORWARD, POST_FORWARD_NO_GRAD or FORWARD_FAILED. The outermost one ends the pass."""
@@ -269,11 +269,6 @@ class Passes:
                 method(unit)
             self._flags_seen = shard_changes.count
 
-    def _take_flags(self) -> None:
-        """In a backward, apply changes of `requires_grad` of what modules show. Reductions look at the flags of shards."""
-        for index in self.engine.unsharded_units():
-            self._units[index].take_requires_grad()
-
     def call_at_end_of_graph_task(self, callback: Callable[[], None]) -> None:
         """Call `callback` at the end of the current graph task: of the backward, or of a reentrant checkpoint in it."""
         Variable._execution_engine.queue_callback(callback)
@@ -300,7 +295,8 @@ class Passes:
         """End the backward: reduce what is left, wait for all reductions, and put the gradients into `.grad`."""
         try:
             self._look_at_flags(Unit.refuse_changed_flags)
-            self._take_flags()
+            for index in self.engine.unsharded_units():  # reductions look at the flags of shards
+                self._units[index].take_requires_grad()
         except ShardingError as refusal:
             self.engine.fail(refusal, self.engine.last_unit)
             raise

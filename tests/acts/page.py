@@ -112,9 +112,8 @@ def main() -> None:
         return
     played_now = sys.argv[1:] or list(ACTS)
     keys = [(act, moment) for act in ACTS for moment in MOMENTS]
-    outcomes: Outcomes = {}
-    if sys.argv[1:]:
-        outcomes = {key: said for key, said in shown().items() if key in keys and key[0] not in played_now}
+    before_now = shown() if sys.argv[1:] else {}
+    outcomes: Outcomes = {key: said for key, said in before_now.items() if key in keys and key[0] not in played_now}
     known = True
     with ProcessPoolExecutor(int(os.environ.get("PROCESSES", "2")), get_context("fork")) as pool:
         for key, played in {key: pool.submit(play, key) for key in keys if key[0] in played_now}.items():

@@ -151,6 +151,18 @@ FOUND: dict[str, Program] = {
         Do("freeze the model"),
         Backward(1),
     ),
+    "an evaluation inside a backward, after a weight of a unit that it has left was changed": (
+        Arm("in a hook of an activation", "initialise a weight", 1),
+        Arm("in a hook of an activation", "evaluate the model", 1),
+        *PASS,
+    ),
+    "a recompute that an error of the engine ends keeps what it has changed": (
+        Arm("in a recompute", "change a weight through .detach()", 1),
+        Arm("in a recompute", "evaluate with the model frozen, and thaw it", 1),
+        Forward(1),
+        Do("replace a parameter"),
+        Backward(1),
+    ),
     "a model in which a module was replaced is converted, by FSDP2's names": (
         Do("replace a module inside a unit"),
         Do("convert the model"),
@@ -172,6 +184,7 @@ WORLDS = {
     "a kept gradient is scaled through .data, on one rank": ("FULL_SHARD", 1),
     "a kept gradient and a reduced one are scaled through .data": ("fully_shard", 2),
     "a model is converted under no_sync, by FSDP1's names": ("torch_fsdp", 2),
+    "an evaluation inside a backward, after a weight of a unit that it has left was changed": ("SHARD_GRADIENTS", 1),
     "a model in which a module was replaced is converted, by FSDP2's names": ("fully_shard", 2),
     "a forward inside a forward fails, whose pre-hook has replaced p.data": ("fully_shard", 2),
     "a step between a forward and its backward, under no_sync, of a parameter of which a rank holds nothing": ("FULL_SHARD", 3),

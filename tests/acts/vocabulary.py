@@ -70,6 +70,15 @@ ACTS: Final[dict[str, Act]] = {
     "add a forward pre-hook": lambda at, block: at.handles.append(
         at.blocks[block].register_forward_pre_hook(lambda module, args: (args[0] * 0.9,))
     ),
+    "add a post-accumulate hook": lambda at, block: at.handles.append(
+        weight_of(at, block).register_post_accumulate_grad_hook(_halve)
+    ),
+    "add a full backward pre-hook": lambda at, block: at.handles.append(
+        at.blocks[block].register_full_backward_pre_hook(lambda module, out: (out[0] * 0.9,))
+    ),
+    "call the model in a forked process": lambda at, _: at.read(
+        "outputs", [output.to(at.dtype) for output in in_a_fork(lambda: at.evaluate(989))]
+    ),
 }
 """By name. Those of more than one expression are entered below."""
 
@@ -210,7 +219,7 @@ def _(at: Player, block: int) -> None:
     weight_of(at, block).grad_dtype = torch.float32 if at.dtype is torch.float64 else torch.float64
 
 
-# weights ----------------------------------------------------------------------------------------
+# weights and buffers ----------------------------------------------------------------------------
 
 
 @act("change a weight in place")
@@ -240,20 +249,12 @@ def _(at: Player, block: int) -> None:
         weight.add_(weight.grad, alpha=0.1)
 
 
-# modes and buffers ------------------------------------------------------------------------------
-
-
 @act("replace a buffer")
 def _(at: Player, block: int) -> None:
     at.blocks[block].scale = at.blocks[block].scale * 0.9
 
 
 # hooks ------------------------------------------------------------------------------------------
-
-
-@act("add a post-accumulate hook")
-def _(at: Player, block: int) -> None:
-    at.handles.append(weight_of(at, block).register_post_accumulate_grad_hook(_halve))
 
 
 def _halve(parameter: Tensor) -> None:
@@ -266,11 +267,6 @@ def _halve(parameter: Tensor) -> None:
 def _(at: Player, block: int) -> None:
     hook = at.blocks[block].register_full_backward_hook(lambda module, into, out: (into[0] * 0.9,))
     at.handles.append(hook)
-
-
-@act("add a full backward pre-hook")
-def _(at: Player, block: int) -> None:
-    at.handles.append(at.blocks[block].register_full_backward_pre_hook(lambda module, out: (out[0] * 0.9,)))
 
 
 @act("add a hook to every module")
@@ -474,11 +470,6 @@ def _(at: Player, block: int) -> None:
 def _(at: Player, block: int) -> None:
     at.synchronise(False)
     at.synchronise(True)
-
-
-@act("call the model in a forked process")
-def _(at: Player, block: int) -> None:
-    at.read("outputs", [output.to(at.dtype) for output in in_a_fork(lambda: at.evaluate(989))])
 
 
 def in_a_fork(compute: Callable[[], tuple[Tensor, ...]]) -> list[Tensor]:
