@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp
+from tests.equivalence import hygiene_programs
 from tests.support.models import Block, Net, loss_of
 from tests.support.stalls import look_soon
 
@@ -175,7 +177,7 @@ def train_until_told(folder: Path) -> None:
     (folder / "told.json").write_text(json.dumps(told))
 
 
-def run_rank(rank: int, program: Callable[[], None], folder: Path) -> None:
+def run_rank(program: Callable[[], None], rank: int, folder: Path) -> None:
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     torch.set_num_threads(1)
     look_soon()
@@ -189,7 +191,7 @@ def run_rank(rank: int, program: Callable[[], None], folder: Path) -> None:
         train_until_told(folder)
 
 
-def fork(rank: int, program: Callable[[], None], folder: Path) -> int | None:
+def fork(rank: int, folder: Path) -> int | None:
     """The number of the child. None in the child, which prints into a file of its own."""
     child = os.fork()
     if child:
@@ -200,24 +202,29 @@ def fork(rank: int, program: Callable[[], None], folder: Path) -> int | None:
     return None
 
 
-def run_forked_by_multiprocessing(rank: int, program: Callable[[], None], folder: Path) -> None:
+def run_forked_by_multiprocessing(program: Callable[[], None], rank: int, folder: Path) -> None:
     with open(folder / f"{rank}.txt", "wb") as output:
         os.dup2(output.fileno(), sys.stdout.fileno())
         os.dup2(output.fileno(), sys.stderr.fileno())
-    run_rank(rank, program, folder)
+    run_rank(program, rank, folder)
+
+
+HYGIENE: Final = "hygiene"
+"""The folder of hygiene_programs.py."""
 
 
 def main(out: Path) -> None:
     fsdp.simulate(2, lambda rank: sharded()(X) is None)  # imports what a step needs; autograd must not begin before a fork
     gc.freeze()  # a collection of garbage need not search what was there before the fork
-    for name, program in PROGRAMS.items():
+    runs = {name: partial(run_rank, program) for name, program in PROGRAMS.items()}
+    for name, run in {**runs, HYGIENE: hygiene_programs.run_rank}.items():
         folder = out / name
         folder.mkdir()
         children = []
         for rank in range(2):
-            child = fork(rank, program, folder)
+            child = fork(rank, folder)
             if child is None:
-                return run_rank(rank, program, folder)
+                return run(rank, folder)
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         (folder / "codes.json").write_text(json.dumps(codes))
@@ -225,7 +232,7 @@ def main(out: Path) -> None:
         folder = out / f"{name}, in a fork"
         folder.mkdir()
         context = multiprocessing.get_context("fork")
-        ranks = [context.Process(target=run_forked_by_multiprocessing, args=(r, PROGRAMS[name], folder)) for r in range(2)]
+        ranks = [context.Process(target=run_forked_by_multiprocessing, args=(PROGRAMS[name], r, folder)) for r in range(2)]
         for one in ranks:
             one.start()
         for one in ranks:

@@ -1,6 +1,6 @@
-"""What is left behind by models that come and go, by loaders of data beside them, and by an end in the middle. One rank of two.
+"""What is left behind by models that come and go, by loaders of data beside them, and by an end in the middle.
 
-python -m tests.equivalence.hygiene_programs RANK FOLDER
+Run by end_programs.py.
 """
 
 import faulthandler
@@ -104,7 +104,8 @@ def ends_in_the_middle(rank: int) -> None:
     model(X)
 
 
-def main(rank: int, folder: Path) -> None:
+def run_rank(rank: int, folder: Path) -> None:
+    """Be one rank of two."""
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)
@@ -119,6 +120,3 @@ def main(rank: int, folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(found))
     ends_in_the_middle(rank)
 
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,4 +1,7 @@
-"""However a process ends, it prints nothing of ours, and the other rank is told which rank has ended."""
+"""However a process ends, it prints nothing of ours, and the other rank is told which rank has ended.
+
+And what models that come and go leave behind in a process.
+"""
 
 import json
 import re
@@ -7,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.equivalence.end_programs import IN_FORKS, PROGRAMS
+from tests.equivalence.end_programs import HYGIENE, IN_FORKS, PROGRAMS
+from tests.equivalence.hygiene_programs import ROUNDS
 from tests.support.processes import run_module
 
 pytestmark = pytest.mark.gloo
@@ -46,3 +50,31 @@ def test_an_end_is_quiet_and_the_other_rank_is_notified(name: str, ended: Path) 
     else:
         assert mine == "", mine
     assert name != "has forked" or (folder / "went on").exists()
+
+
+@pytest.fixture(scope="module")
+def ranks(ended: Path) -> list[dict[str, Any]]:
+    """What the ranks of hygiene_programs.py found."""
+    folder = ended / HYGIENE
+    printed = [(folder / f"{rank}.txt").read_text() for rank in range(2)]
+    assert json.loads((folder / "codes.json").read_text()) == [0, 0], printed
+    # on a busy machine one rank may wrap seconds after the other
+    printed = [re.sub(r"fsdp: rank \d has waited \d+ s in fully_shard for rank \d\.\n", "", one) for one in printed]
+    return [{**json.loads((folder / f"{rank}.json").read_text()), "printed": printed[rank]} for rank in range(2)]
+
+
+def test_fifty_rounds_leave_nothing_behind(ranks: list[dict[str, Any]]) -> None:
+    """On real ranks: no thread, file, group, hook or tensor, and no memory but what the allocator keeps."""
+    for one in ranks:
+        before, after = one["before"], one["after"]
+        grown = after.pop("resident") - before.pop("resident")
+        assert after == before
+        assert grown < 8 * 2**20, f"{grown:,} bytes in {ROUNDS} rounds"
+
+
+def test_loaders_that_fork_and_that_spawn_work_beside_it(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["spawn"] == ranks[1]["fork"] == 276.0
+
+
+def test_an_end_with_collectives_in_flight_is_quiet(ranks: list[dict[str, Any]]) -> None:
+    assert [one["printed"] for one in ranks] == ["", ""]

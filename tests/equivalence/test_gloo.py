@@ -301,8 +301,9 @@ OF_THREE = ["other units, of one size", "other units, of two sizes", "swapped or
 
 @pytest.fixture(scope="module")
 def disagreeing(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """By number of processes."""
-    return {size: run(size, tmp_path_factory.mktemp("ranks"), *names) for size, names in ((2, DISAGREE), (3, OF_THREE))}
+    """By number of processes. Two of them do all else that two do, too; they end in the last program."""
+    names = {2: (*UNHEARD, *ALONE, *DISAGREE), 3: OF_THREE}
+    return {size: run(size, tmp_path_factory.mktemp("ranks"), *names[size]) for size in names}
 
 
 @pytest.mark.parametrize(
@@ -325,16 +326,11 @@ def test_ranks_that_disagree_get_an_error_and_nothing_is_mixed(
             tells_where(note, unit, rank, size)
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run(2, tmp_path_factory.mktemp("ranks"), *ALONE)
-
-
 @pytest.mark.parametrize("program", ALONE)
-def test_who_is_alone_in_a_call_between_steps_is_notified(program: str, alone: list[dict[str, Any]]) -> None:
+def test_who_is_alone_in_a_call_between_steps_is_notified(program: str, disagreeing: dict[int, list[dict[str, Any]]]) -> None:
     """Object collectives are checked before they are launched as well, and so is what connects the ranks."""
     call = program.removeprefix("alone in ").removesuffix(" with async_")
-    for kind, message, _ in (one[program] for one in alone):
+    for kind, message, _ in (one[program] for one in disagreeing[2]):
         assert kind == "WorldError"
         assert f"rank 0 called gather_objects('{call}" in message
         assert "where the agreed schedule has all_gather('Net'" in message and "which rank 1 followed" in message
@@ -381,11 +377,11 @@ def test_a_rank_that_fails_ends_the_others_and_shows_what_it_printed(tmp_path: P
         run(2, tmp_path, "built differently")
 
 
-def test_steps_of_several_forwards_go_on_after_what_no_hook_sees(tmp_path: Path) -> None:
-    ranks = run(2, tmp_path, *UNHEARD)
+def test_steps_of_several_forwards_go_on_after_what_no_hook_sees(disagreeing: dict[int, list[dict[str, Any]]]) -> None:
+    ranks = disagreeing[2]
     told = {name: [one[name][0] for one in ranks] for name in UNHEARD}
     assert told.pop("two losses, of which one fails") in ([1, 0], [1, 1])
     assert told.pop("two models, between which a backward fails") == [0, 1]
     assert all(counts == [0, 0] for counts in told.values())
     for one in ranks:
-        assert all(weight.isfinite().all() for _, weights in one.values() for weight in weights.values())
+        assert all(weight.isfinite().all() for name in UNHEARD for weight in one[name][1].values())

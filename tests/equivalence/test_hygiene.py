@@ -1,10 +1,7 @@
-"""Models that come and go leave nothing behind, loaders of data work beside them, and an end in the middle is quiet."""
+"""Models that come and go on simulated ranks leave nothing behind (on real ranks: test_ends.py), and print as what they are."""
 
 import gc
-import json
 import pickle
-import re
-import subprocess
 import threading
 from typing import Any
 
@@ -13,51 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from tests.equivalence.hygiene_programs import LIMIT, ROUNDS, X, round_of_training
+from tests.equivalence.hygiene_programs import X, round_of_training
 from tests.support.models import Block, loss_of, make_net
-from tests.support.processes import command, environment
 from tests.support.ranks import on_ranks
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("hygiene")
-    processes = []
-    for rank in range(2):
-        with open(folder / f"{rank}.txt", "wb") as output:
-            program = command("tests.equivalence.hygiene_programs", rank, folder)
-            processes.append(subprocess.Popen(program, env=environment(), stdout=output, stderr=subprocess.STDOUT))
-    try:
-        codes = [one.wait(timeout=LIMIT + 10) for one in processes]
-    finally:
-        for one in processes:
-            one.kill()  # nothing, to one that has ended
-            one.wait()
-    printed = [(folder / f"{rank}.txt").read_text() for rank in range(2)]
-    assert codes == [0, 0], printed
-    # on a busy machine one rank may wrap seconds after the other
-    printed = [re.sub(r"fsdp: rank \d has waited \d+ s in fully_shard for rank \d\.\n", "", one) for one in printed]
-    return [{**json.loads((folder / f"{rank}.json").read_text()), "printed": printed[rank]} for rank in range(2)]
-
-
-@pytest.mark.gloo
-def test_fifty_rounds_leave_nothing_behind(ranks: list[dict[str, Any]]) -> None:
-    """On real ranks: no thread, file, group, hook or tensor, and no memory but what the allocator keeps."""
-    for one in ranks:
-        before, after = one["before"], one["after"]
-        grown = after.pop("resident") - before.pop("resident")
-        assert after == before
-        assert grown < 8 * 2**20, f"{grown:,} bytes in {ROUNDS} rounds"
-
-
-@pytest.mark.gloo
-def test_loaders_that_fork_and_that_spawn_work_beside_it(ranks: list[dict[str, Any]]) -> None:
-    assert ranks[0]["spawn"] == ranks[1]["fork"] == 276.0
-
-
-@pytest.mark.gloo
-def test_an_end_with_collectives_in_flight_is_quiet(ranks: list[dict[str, Any]]) -> None:
-    assert [one["printed"] for one in ranks] == ["", ""]
 
 
 def test_twenty_rounds_in_the_simulated_world_leave_nothing_behind() -> None:
