@@ -119,4 +119,3 @@ def run_rank(rank: int, folder: Path) -> None:
     found["fork" if rank else "spawn"] = loaded("fork" if rank else "spawn")
     (folder / f"{rank}.json").write_text(json.dumps(found))
     ends_in_the_middle(rank)
-

@@ -4,7 +4,7 @@ One start of W processes runs every program; the tests look at what came out.
 """
 
 import re
-import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tests.equivalence.unheard_programs import UNHEARD
 from tests.support import outside
 from tests.support.everything import EVERYTHING
 from tests.support.models import CASES, Case, assert_close, assert_trained_alike, join, joined, loss_of, reference, train
-from tests.support.processes import Rank, end_all, start_rank
+from tests.support.processes import end_all, start_rank
 
 pytestmark = pytest.mark.gloo
 
@@ -54,31 +54,16 @@ def run(size: int, folder: Path, *names: str) -> list[dict[str, Any]]:
         start_rank(PROGRAMS, rank, size, folder, *names, output=folder / f"{rank}.txt", LOCAL_RANK=str(rank))
         for rank in range(size)
     ]
+    until = time.monotonic() + 2 * LIMIT  # they end themselves after LIMIT seconds, and print their stacks
     try:
-        for one in _ended(ranks):
-            if one.returncode:
-                break
+        while time.monotonic() < until and not any(one.poll() for one in ranks) and any(one.poll() is None for one in ranks):
+            time.sleep(0.02)
     finally:
         end_all(ranks)
     if any(one.returncode for one in ranks):
         printed = [f"rank {rank}:\n{(folder / f'{rank}.txt').read_text()}" for rank in range(size)]
         raise AssertionError("\n".join(["a rank failed, or did not end in time", *printed]))
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
-
-
-def _ended(ranks: list[Rank]) -> Iterator[Rank]:
-    """Each process as it ends. They end themselves after LIMIT seconds, and print their stacks."""
-    waiting = list(ranks)
-    for turn in range(LIMIT * 10):
-        one = waiting[turn % len(waiting)]
-        try:
-            one.wait(timeout=0.2)
-        except subprocess.TimeoutExpired:
-            continue
-        waiting.remove(one)
-        yield one
-        if not waiting:
-            return
 
 
 SIZES = [2, 3] if EVERYTHING else [3]

@@ -12,7 +12,7 @@ from fsdp.debug.error_notes import MARK
 from fsdp.errors import FEWER_BATCHES
 from tests.equivalence.peer_programs import LIMIT, STEPS, Told
 from tests.support.models import CASES, assert_trained_alike, own_batches, train, wrap
-from tests.support.processes import end_all, start_rank
+from tests.support.processes import results_of
 
 pytestmark = pytest.mark.gloo
 
@@ -42,17 +42,7 @@ WAITED_IN = {
 
 def run(size: int, folder: Path, *names: str, script: str = "peer_programs") -> list[dict[str, Any]]:
     """What every rank saved before it ended."""
-    module = f"tests.equivalence.{script}"
-    ranks = [start_rank(module, rank, size, folder, *names, output=folder / f"{rank}.txt") for rank in range(size)]
-    try:
-        # who has stopped does not end
-        codes = [one.wait(timeout=LIMIT + 10) for one in (ranks[:-1] if "stops" in names else ranks)]
-    finally:
-        end_all(ranks)
-    printed = [(folder / f"{rank}.txt").read_text() for rank in range(size)]
-    assert not any(codes[: size - 1]), "\n".join(printed)
-    assert "terminate called" not in "".join(printed)
-    return [torch.load(folder / f"{r}.pt", weights_only=False) if (folder / f"{r}.pt").exists() else {} for r in range(size)]
+    return results_of(f"tests.equivalence.{script}", size, folder, *names, seconds=LIMIT + 10, may_fail=1, stops="stops" in names)
 
 
 @pytest.fixture(scope="module")

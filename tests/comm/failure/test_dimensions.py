@@ -12,7 +12,7 @@ import fsdp
 from tests.comm.failure.dimension_programs import PLACES, STAGES, Mine, Retried, Told, alone, fail, retried, told
 from tests.state_dict import test_dimensions as dimensions
 from tests.support.everything import EVERYTHING
-from tests.support.processes import end_all, start_rank
+from tests.support.processes import results_of
 
 RETRIED = [*(f"{place}, rank {rank}" for place in PLACES for rank in (0, 3)), "agreed", "all fail"]
 STAGED = [f"stage {stage}" for stage in STAGES]
@@ -25,17 +25,7 @@ UNITS = {"a forward": "1", "a backward": "Net", "the end of a forward": "Net", "
 
 def run(folder: Path, *names: str) -> list[dict[str, Any]]:
     """What every rank saved before it ended."""
-    program = "tests.comm.failure.dimension_programs"
-    ranks = [start_rank(program, rank, 4, folder, *names, output=folder / f"{rank}.txt") for rank in range(4)]
-    try:
-        codes = [one.wait(timeout=180) for one in ranks]
-    finally:
-        end_all(ranks)
-    printed = "\n".join((folder / f"{rank}.txt").read_text() for rank in range(4))
-    assert not any(codes[:3]), printed
-    assert "terminate called" not in printed
-    found = [folder / f"{rank}.pt" for rank in range(4)]
-    return [torch.load(one, weights_only=False) if one.exists() else {} for one in found]
+    return results_of("tests.comm.failure.dimension_programs", 4, folder, *names, seconds=240, may_fail=1)
 
 
 @pytest.fixture(scope="module")
