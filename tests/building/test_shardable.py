@@ -12,6 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import fsdp
 from tests.support.models import loss_of, two_layers
 from tests.support.ranks import on_ranks
+from tests.support.refusals import refused_everywhere
 
 
 class Scaled(nn.Parameter):
@@ -80,15 +81,6 @@ WORLDS = pytest.mark.parametrize(
 )
 
 
-def refusals(size: int, fn: Callable[[int], object]) -> list[str]:
-    def listen(rank: int) -> str:
-        with pytest.raises(fsdp.ShardingError) as caught:
-            fn(rank)
-        return str(caught.value)
-
-    return fsdp.simulate(size, listen)
-
-
 def assert_trains(model: nn.Module) -> None:
     fsdp.fully_shard(model)
     loss_of(model(torch.ones(2, 3))).backward()
@@ -146,11 +138,8 @@ def test_two_parameters_over_one_memory_are_named(size: int, bad: tuple[int, ...
             model[1].weight = nn.Parameter(model[0].weight.data)
         fsdp.fully_shard(model)
 
-    for said in refusals(size, fn):
-        assert (
-            "parameters '0.weight' and '1.weight' are two objects over the same memory, so that one changes with the other; tie"
-            in said
-        )
+    text = "parameters '0.weight' and '1.weight' are two objects over the same memory, so that one changes with the other; tie"
+    refused_everywhere(size, fn, text)
 
 
 @on_ranks(2)
@@ -169,8 +158,8 @@ def test_a_meta_parameter_that_something_refers_to_is_named() -> None:
         fsdp.fully_shard(model)
         assert watched() is not None
 
-    for said in refusals(2, fn):
-        assert "parameter '1.weight' is on the meta device and in use by an autograd graph or a weak reference" in said
+    text = "parameter '1.weight' is on the meta device and in use by an autograd graph or a weak reference"
+    refused_everywhere(2, fn, text)
 
 
 @WORLDS
@@ -181,11 +170,8 @@ def test_a_scripted_module_is_named(size: int, bad: tuple[int, ...]) -> None:
             model[1] = torch.jit.script(model[1])  # type: ignore[no-untyped-call]
         fsdp.fully_shard(model)
 
-    for said in refusals(size, fn):
-        assert (
-            "unit 'Sequential' contains a scripted Linear, whose parameters TorchScript keeps; wrap the module that was scripted"
-            in said
-        )
+    text = "unit 'Sequential' contains a scripted Linear, whose parameters TorchScript keeps; wrap the module that was scripted"
+    refused_everywhere(size, fn, text)
 
 
 @on_ranks(2)
@@ -210,8 +196,7 @@ def test_a_buffer_that_cannot_be_broadcast_is_named(buffer: Callable[[], Tensor]
         options: dict[str, Any] = {option: True}
         fsdp.fully_shard(model, **options)
 
-    for said in refusals(2, fn):
-        assert f"{text}, so it cannot be broadcast; make it a plain dense tensor, or leave out sync_module_states" in said
+    refused_everywhere(2, fn, f"{text}, so it cannot be broadcast; make it a plain dense tensor, or leave out sync_module_states")
 
 
 def test_a_parameter_from_inference_mode_cannot_be_broadcast_and_can_be_sharded() -> None:
@@ -222,6 +207,6 @@ def test_a_parameter_from_inference_mode_cannot_be_broadcast_and_can_be_sharded(
         layers[1].weight = nn.Parameter(values, requires_grad=False)
         return layers
 
-    for said in refusals(2, lambda rank: fsdp.fully_shard(model(), sync_module_states=True)):
-        assert "'1.weight' was made in torch.inference_mode, so it cannot be broadcast" in said
+    text = "'1.weight' was made in torch.inference_mode, so it cannot be broadcast"
+    refused_everywhere(2, lambda rank: fsdp.fully_shard(model(), sync_module_states=True), text)
     fsdp.simulate(2, lambda rank: assert_trains(model()))

@@ -15,6 +15,7 @@ from tests.runtime.uneven.test_uneven_paths import ALL, EVEN, make
 from tests.support.models import assert_close
 from tests.support.paths import Branching, Hop, batch
 from tests.support.ranks import on_ranks
+from tests.support.refusals import told
 
 EVERY_COUNT = [COUNTS, (0, 2, 2, 3), (1, 0, 0, 0), (2, 2, 2, 2)]
 UNEVEN: dict[str, Any] = {"uneven_paths": True}
@@ -120,17 +121,6 @@ def test_each_rank_steps_by_itself_where_nothing_is_sharded() -> None:
         assert_close(found, {name: p.detach() for name, p in plain.named_parameters()})
 
 
-def errors(ranks: int, run: Any) -> list[str]:
-    def caught(rank: int) -> str:
-        try:
-            run(rank)
-        except (fsdp.ShardingError, fsdp.WorldError) as error:
-            return f"{type(error).__name__}: {error}".partition("\n")[0]
-        return ""
-
-    return list(fsdp.simulate(ranks, caught))
-
-
 def test_all_ranks_stop_when_one_has_no_further_batch() -> None:
     def run(rank: int) -> None:
         model = make(**UNEVEN)
@@ -138,7 +128,7 @@ def test_all_ranks_stop_when_one_has_no_further_batch() -> None:
             for number in range(2 + rank):
                 model(batch(number, 0, rank), ALL).sum().backward()
 
-    assert set(errors(3, run)) == {
+    assert set(told(3, run)) == {
         "InputsExhausted: inside join, rank 0 had no further batch while others had; all ranks stop",
     }
 
@@ -152,7 +142,7 @@ def test_a_rank_that_trains_outside_of_the_join_is_named() -> None:
         else:
             model(batch(0, 0, rank), ALL).sum().backward()
 
-    for text in errors(2, run):
+    for text in told(2, run):
         assert "waits at the end of fsdp.join, and rank 1 ended a backward outside of it" in text
 
 
@@ -170,7 +160,7 @@ def test_a_step_on_some_ranks_and_a_backward_on_others_do_not_go_together() -> N
         ("have called fsdp.meet", lambda model, loss: fsdp.meet(model)),
     )
     for words, other in cases:
-        for text in errors(3, partial(run, other=other)):
+        for text in told(3, partial(run, other=other)):
             assert f"some ranks have called joined.step(), and others {words} and would wait for ever" in text
 
 
@@ -210,7 +200,7 @@ def test_a_rank_without_data_is_not_named_where_others_step_differently() -> Non
                 if rank == 1 and number == 1:
                     optimizer.step()
 
-    for text in errors(3, run):
+    for text in told(3, run):
         assert "was changed on rank 1 since the last backward, and nothing was changed on rank 2:" in text
 
 

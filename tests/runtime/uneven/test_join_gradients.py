@@ -1,7 +1,7 @@
 """Ranks with data left change gradients outside the step of `fsdp.join`. Ranks without data drop what was set to None."""
 
 import contextlib
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import fsdp
 from fsdp.runtime.uneven.data_left import GradVersions
 from tests.runtime.uneven.test_uneven_paths import EVEN, log, make
 from tests.support.paths import Branching, batch
+from tests.support.refusals import told
 
 JOINS = pytest.mark.parametrize("options", [{}, {"uneven_paths": True}], ids=["even", "uneven"])
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -60,13 +61,18 @@ def trained(rank: int | None, where: str, accumulates: bool = False, **options: 
     return dict(model.state_dict()) if rank is None else fsdp.full_state_dict(model, rank0_only=False)
 
 
+@cache
+def alone(where: str, accumulates: bool = False) -> dict[str, Tensor]:
+    return trained(None, where, accumulates)
+
+
 @JOINS
 @EVERY
 @pytest.mark.parametrize("where", ["zero_grad", "before the step"])
 def test_gradients_of_some_parameters_may_be_set_to_none_outside_the_step(
     where: str, strategy: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    wanted = trained(None, where)
+    wanted = alone(where)
     for found in fsdp.simulate(len(COUNTS), lambda rank: trained(rank, where, **strategy, **options)):
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
@@ -74,7 +80,7 @@ def test_gradients_of_some_parameters_may_be_set_to_none_outside_the_step(
 
 @JOINS
 def test_beside_gradients_that_are_accumulated_under_no_sync(options: dict[str, Any]) -> None:
-    wanted = trained(None, "zero_grad", accumulates=True)
+    wanted = alone("zero_grad", accumulates=True)
     for found in fsdp.simulate(len(COUNTS), lambda rank: trained(rank, "zero_grad", accumulates=True, **options)):
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
@@ -268,7 +274,7 @@ def test_other_changes_outside_the_step_are_refused_where_a_rank_has_no_data_lef
 ) -> None:
     """They are allowed inside it, and as long as all ranks have data."""
 
-    def run(rank: int, inside: bool, counts: tuple[int, int]) -> str:
+    def run(rank: int, inside: bool, counts: tuple[int, int]) -> None:
         model = make(sharding_strategy=strategy, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         change = partial(changing, model, optimizer, kind)
@@ -280,25 +286,21 @@ def test_other_changes_outside_the_step_are_refused_where_a_rank_has_no_data_lef
             if inside and place == "after the step":
                 change()
 
-        try:
-            with fsdp.join(model, step) as joined:
-                for number in range(counts[rank]):
-                    model(batch(number, 0, rank), EVEN).square().mean().backward()
-                    if not inside and place == "before the step":
-                        change()
-                    joined.step()
-                    if not inside and place == "after the step":
-                        change()
-        except fsdp.ShardingError as error:
-            return str(error)
-        return ""
+        with fsdp.join(model, step) as joined:
+            for number in range(counts[rank]):
+                model(batch(number, 0, rank), EVEN).square().mean().backward()
+                if not inside and place == "before the step":
+                    change()
+                joined.step()
+                if not inside and place == "after the step":
+                    change()
 
-    assert fsdp.simulate(2, partial(run, inside=True, counts=(1, 3))) == ["", ""]
-    assert fsdp.simulate(2, partial(run, inside=False, counts=(2, 2))) == ["", ""]
-    for text in fsdp.simulate(2, partial(run, inside=False, counts=(1, 3))):
+    fsdp.simulate(2, partial(run, inside=True, counts=(1, 3)))
+    fsdp.simulate(2, partial(run, inside=False, counts=(2, 2)))
+    for text in told(2, partial(run, inside=False, counts=(1, 3))):
         assert text.startswith(
-            "inside fsdp.join, gradients were changed outside the function that steps on rank 1, and so not on rank 0, where no "
-            "data is left"
+            "ShardingError: inside fsdp.join, gradients were changed outside the function that steps on rank 1, and so not on "
+            "rank 0, where no data is left"
         )
 
 
@@ -306,21 +308,17 @@ def test_other_changes_outside_the_step_are_refused_where_a_rank_has_no_data_lef
 def test_gradients_that_are_all_zeroed_without_a_trace_are_refused_too(options: dict[str, Any]) -> None:
     """Torch counts no change through `.data`."""
 
-    def run(rank: int) -> str:
+    def run(rank: int) -> None:
         model = make(**options)
-        try:
-            with fsdp.join(model, lambda: None) as joined:
-                for number in range(1 + 2 * rank):
-                    model(batch(number, 0, rank), EVEN).square().mean().backward()
-                    joined.step()
-                    for parameter in model.parameters():
-                        if parameter.grad is not None:
-                            parameter.grad.data.zero_()
-        except fsdp.ShardingError as error:
-            return str(error)
-        return ""
+        with fsdp.join(model, lambda: None) as joined:
+            for number in range(1 + 2 * rank):
+                model(batch(number, 0, rank), EVEN).square().mean().backward()
+                joined.step()
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.data.zero_()
 
-    for text in fsdp.simulate(2, run):
+    for text in told(2, run):
         assert "gradients are zeros on the ranks that have data left, and not on rank 0" in text
 
 
