@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,11 +140,7 @@ def train(model: nn.Module, data: Callable[[int], list[Tensor]], clip: Callable[
     return found
 
 
-@pytest.fixture(scope="module")
-def one_process() -> Callable[[int, int], dict[str, Any]]:
-    return train_alone
-
-
+@cache
 def train_alone(ranks: int, usable: int) -> dict[str, Any]:
     model = make(usable)
     clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05)  # noqa: E731
@@ -193,9 +190,7 @@ def check(strategy: str, shape: tuple[int, int], usable: int, seed: int) -> None
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("options", ["policy", "policy without a mesh of the root", "placements"])
 @pytest.mark.parametrize(("shape", "usable"), [((2, 2), 2), ((1, 2), 4), ((3, 2), 4)])
-def test_experts_by_options_equal_one_process(
-    options: str, strategy: str, shape: tuple[int, int], usable: int, one_process: Callable[[int, int], dict[str, Any]]
-) -> None:
+def test_experts_by_options_equal_one_process(options: str, strategy: str, shape: tuple[int, int], usable: int) -> None:
     """With placements, the parameters of a block are a unit, and those of its experts a flat buffer of it over other ranks."""
 
     def program(rank: int) -> dict[str, Any]:
@@ -208,7 +203,7 @@ def test_experts_by_options_equal_one_process(
 
     ranks = shape[0] * shape[1]
     for found in fsdp.simulate(ranks, program, seed=usable):
-        close(found, one_process(ranks, usable))
+        close(found, train_alone(ranks, usable))
 
 
 def test_buffers_of_one_unit_have_the_ranks_of_their_mesh() -> None:
@@ -227,7 +222,7 @@ def test_buffers_of_one_unit_have_the_ranks_of_their_mesh() -> None:
     assert found["inner reduce"] == ["reduce_scatter 1", "reduce_scatter 0"]
 
 
-def test_a_root_around_buffers_of_several_meshes_takes_them_in(one_process: Callable[[int, int], dict[str, Any]]) -> None:
+def test_a_root_around_buffers_of_several_meshes_takes_them_in() -> None:
     def program(rank: int) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
         model, everyone = make(), mesh["edp", "ep"]._flatten("dp")
@@ -238,7 +233,7 @@ def test_a_root_around_buffers_of_several_meshes_takes_them_in(one_process: Call
         return train(model, lambda step: [batch(step, rank)], lambda: fsdp.clip_grad_norm_(model, 0.05))
 
     for found in fsdp.simulate(4, program):
-        close(found, one_process(4, EXPERTS))
+        close(found, train_alone(4, EXPERTS))
 
 
 def test_a_mesh_that_cannot_be_that_of_some_parameters_is_refused() -> None:
@@ -269,7 +264,7 @@ def test_a_mesh_that_cannot_be_that_of_some_parameters_is_refused() -> None:
     fsdp.simulate(4, program)
 
 
-def test_experts_by_the_names_of_fsdp2_need_no_factor(one_process: Callable[[int, int], dict[str, Any]]) -> None:
+def test_experts_by_the_names_of_fsdp2_need_no_factor() -> None:
     def program(rank: int) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
         model, everyone = make(), mesh["edp", "ep"]._flatten("dp")
@@ -281,7 +276,7 @@ def test_experts_by_the_names_of_fsdp2_need_no_factor(one_process: Callable[[int
         return train(model, lambda step: [batch(step, rank)], lambda: fsdp.clip_grad_norm_(model, 0.05))
 
     for found in fsdp.simulate(4, program):
-        close(found, one_process(4, EXPERTS))
+        close(found, train_alone(4, EXPERTS))
 
 
 def test_the_collectives_of_experts_are_among_those_who_share_them() -> None:
@@ -358,7 +353,7 @@ def test_what_is_not_defined_for_a_part_of_the_ranks_is_refused(call: str) -> No
         fsdp.simulate(4, program)
 
 
-def test_experts_that_each_rank_holds_in_full_are_replicated(one_process: Callable[[int, int], dict[str, Any]]) -> None:
+def test_experts_that_each_rank_holds_in_full_are_replicated() -> None:
     """A mesh of which each rank has one coordinate: the unit is cut over nobody, and its gradients are averaged all the same."""
 
     def program(rank: int) -> dict[str, Any]:
@@ -370,7 +365,7 @@ def test_experts_that_each_rank_holds_in_full_are_replicated(one_process: Callab
         return train(model, lambda step: [batch(step, rank)], lambda: fsdp.clip_grad_norm_(model, 0.05))
 
     for found in fsdp.simulate(4, program):
-        close(found, one_process(4, EXPERTS))
+        close(found, train_alone(4, EXPERTS))
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIMIZER"])

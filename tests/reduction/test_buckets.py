@@ -5,7 +5,7 @@ import operator
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -26,6 +26,7 @@ from tests.support.models import (
     CASES,
     Block,
     Net,
+    Trained,
     assert_trained_alike,
     gradients_of,
     is_at_rest,
@@ -70,6 +71,11 @@ POLICIES = {
 AS_ONE_UNIT = ("in pieces", "triggers")
 
 
+@cache
+def of_one_process(case: str, size: int) -> Trained:
+    return reference(CASES[case], size, optimizer=SGD)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("case", "name"), [*(("net", name) for name in POLICIES), *(("net as one unit", name) for name in AS_ONE_UNIT)]
@@ -78,7 +84,7 @@ def test_training_is_that_of_one_process(way: str, case: str, name: str) -> None
     options = {**WAYS[way], "reduction": POLICIES[name]}
     size = SIZE if "mesh" in options else 2
     found = fsdp.simulate(size, lambda rank: train(wrap(CASES[case], **options), own_batches(CASES[case], rank), SGD))
-    assert_trained_alike(joined(found, CASES[case].model()), reference(CASES[case], size, optimizer=SGD))
+    assert_trained_alike(joined(found, CASES[case].model()), of_one_process(case, size))
 
 
 # parcels, which are pure ------------------------------------------------------------------

@@ -5,6 +5,7 @@ The gradient of the value arrives after the unit's bucket was launched, on these
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -83,6 +84,7 @@ def trained(
     return {name.removeprefix("module."): value for name, value in fsdp.full_state_dict(model, rank0_only=False).items()}
 
 
+@cache
 def plain(size: int, users: tuple[int, ...], micro: int = 1) -> dict[str, Tensor]:
     """The weights after the same steps on one process, with the average of all losses."""
     model = Reading()

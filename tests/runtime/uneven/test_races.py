@@ -1,6 +1,7 @@
 """Ranks that go different ways race on no memory of a device: shown on virtual streams (tests/support/virtual.py)."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -61,6 +62,7 @@ def without_data(rank: int, **options: Any) -> None:
     optimizer.step()
 
 
+@cache
 def harness_of(story: Story, strategy: str, skipped: Site | None = None) -> Harness:
     world = Harness(skipped)
     size, options = STRATEGIES[strategy]
