@@ -333,22 +333,20 @@ def test_a_planted_bug_is_reported(bug: str, monkeypatch: pytest.MonkeyPatch) ->
     assert told in found.story[-1], found.story
 
 
-def test_a_unit_that_is_never_reopened_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {**UNITS[UnitState.DONE], UnitEvent.GATHERED: UnitStep(UnitState.DONE)}
-    monkeypatch.setitem(UNITS, UnitState.DONE, row)  # type: ignore[arg-type]
-    assert explore_buckets(BY_NAME["ordinary"]).violations == 1
+UNIT_BUGS = {
+    "it is never reopened": (UnitState.DONE, UnitEvent.GATHERED, UnitState.DONE),
+    "a use outside is forgotten": (UnitState.OPEN_OUTSIDE, UnitEvent.BEGINS, UnitState.OPEN),
+    "a use outside is ignored before it is done": (UnitState.OPEN, UnitEvent.USED_OUTSIDE, UnitState.OPEN),
+    "a use outside is ignored when it is done": (UnitState.DONE, UnitEvent.USED_OUTSIDE, UnitState.DONE),
+    "a use outside is ignored when it is reopened": (UnitState.REOPENED, UnitEvent.USED_OUTSIDE, UnitState.REOPENED),
+}
 
 
-def test_a_use_outside_a_unit_that_is_forgotten_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {**UNITS[UnitState.OPEN_OUTSIDE], UnitEvent.BEGINS: UnitStep(UnitState.OPEN)}
-    monkeypatch.setitem(UNITS, UnitState.OPEN_OUTSIDE, row)  # type: ignore[arg-type]
-    assert explore_buckets(BY_NAME["ordinary-kept"]).violations == 1
-
-
-@pytest.mark.parametrize("state", [UnitState.OPEN, UnitState.DONE, UnitState.REOPENED])
-def test_a_use_outside_a_unit_that_is_ignored_is_noticed(state: UnitState, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {**UNITS[state], UnitEvent.USED_OUTSIDE: UnitStep(state)}
-    monkeypatch.setitem(UNITS, state, row)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("state", "event", "to"), UNIT_BUGS.values(), ids=UNIT_BUGS)
+def test_a_planted_bug_of_a_unit_is_noticed(
+    state: UnitState, event: UnitEvent, to: UnitState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(UNITS, state, {**UNITS[state], event: UnitStep(to)})  # type: ignore[arg-type]
     assert explore_buckets(BY_NAME["ordinary-kept"]).violations == 1
 
 
