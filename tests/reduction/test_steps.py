@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.comm.simulated import current_rank
-from tests.support.models import Block, loss_of, make_net
+from tests.support.models import Block, Net, loss_of
 from tests.support.ranks import on_ranks
 
 Optimizer = Callable[..., torch.optim.Optimizer]
@@ -25,7 +25,8 @@ def batch(rank: int) -> Tensor:
 
 
 def shard(**options: Any) -> nn.Module:
-    return fsdp.fully_shard(make_net(), auto_wrap_policy={Block}, **options)
+    torch.manual_seed(3)
+    return fsdp.fully_shard(Net(1), auto_wrap_policy={Block}, **options)
 
 
 def backward(model: nn.Module, rank: int) -> None:
