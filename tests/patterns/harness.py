@@ -23,7 +23,7 @@ import fsdp
 from fsdp.comm.simulated import current_rank
 from fsdp.params.shown_params import owning_unit
 from fsdp.runtime.registry import unit_ref_of
-from tests.support.models import Gradients, assert_close, distance, is_at_rest, join, kept_always, local
+from tests.support.models import Gradients, assert_close, distance, is_at_rest, join_all, kept_always, local
 
 
 @dataclass(frozen=True)
@@ -307,18 +307,11 @@ def compare(of: Pattern, outcomes: Sequence[Outcome]) -> None:
         assert len(found.steps) == len(wanted.steps)
         own = {name: wanted.weights[name] for name in wanted.own}
         assert_close({name: found.weights[name] for name in own}, own, of.within)
-    shared = {name: weight.shape for name, weight in plain[0].weights.items() if name not in plain[0].own}
+    shared = {name: weight for name, weight in plain[0].weights.items() if name not in plain[0].own}
     for number, wanted_step in enumerate(plain[0].steps):
-        assert_close(
-            {name: join([found.steps[number][name] for found in outcomes], shape) for name, shape in shared.items()},
-            {name: wanted_step[name] for name in shared},
-            of.within,
-        )
-    assert_close(
-        {name: join([found.weights[name] for found in outcomes], shape) for name, shape in shared.items()},
-        {name: plain[0].weights[name] for name in shared},
-        of.within,
-    )
+        found_step = join_all([found.steps[number] for found in outcomes], shared)
+        assert_close(found_step, {name: wanted_step[name] for name in shared}, of.within)
+    assert_close(join_all([found.weights for found in outcomes], shared), {**shared}, of.within)
     for found in outcomes:
         assert found.at_rest, "a unit is not IDLE, or is still whole"
         assert all(floor == now for floor, now in found.resting), f"(after wrapping, at the end): {found.resting}"

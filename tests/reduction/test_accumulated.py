@@ -17,7 +17,7 @@ from tests.support.models import (
     assert_close,
     gradients_of,
     is_at_rest,
-    join,
+    join_all,
     local,
     loss_of,
     make_net,
@@ -42,8 +42,7 @@ def gradients(size: int, program: Program, **options: Any) -> dict[str, Tensor |
         assert is_at_rest(model)
         return {name: p.grad for name, p in model.named_parameters()}
 
-    by_rank = fsdp.simulate(size, fn)
-    return {name: join([one[name] for one in by_rank], p.shape) for name, p in make_net().named_parameters()}
+    return join_all(fsdp.simulate(size, fn), dict(make_net().named_parameters()))
 
 
 def wanted(size: int, *factors: float) -> dict[str, Tensor | None]:
@@ -236,8 +235,7 @@ def test_an_outer_root_can_be_made_when_nothing_is_kept_under_no_sync_any_more(w
         return gradients_of(model)
 
     found = simulate(world_size, one_rank)
-    for name, parameter in plain.named_parameters():
-        assert_close({name: join([one[name] for one in found], parameter.shape)}, {name: parameter.grad})
+    assert_close(join_all(found, dict(plain.named_parameters())), gradients_of(plain))
 
 
 @on_ranks(3)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp.autograd.frames import in_backward
-from tests.support.models import assert_close, gradients_of, is_at_rest, join
+from tests.support.models import assert_close, gradients_of, is_at_rest, join_all
 from tests.support.ranks import on_ranks
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
@@ -79,8 +79,7 @@ def test_a_remainder_waits_until_the_first_reduction_has_left_the_bucket(streams
     plain = ThreeCalls()
     plain(X).sum().backward()
     found = fsdp.simulate(2, fn, seed=seed)
-    for name, parameter in plain.named_parameters():
-        assert_close({name: join([one[name] for one in found], parameter.shape)}, {name: parameter.grad})
+    assert_close(join_all(found, dict(plain.named_parameters())), gradients_of(plain))
 
 
 class OnOneRank(Portions):
@@ -162,7 +161,7 @@ def test_ranks_may_use_different_parameters(kind: type[nn.Module], strategy: str
         for one in found:
             assert_close(one, wanted)
     else:
-        assert_close({name: join([one[name] for one in found], g.shape) for name, g in wanted.items() if g is not None}, wanted)
+        assert_close(join_all(found, dict(plain.named_parameters())), wanted)
 
 
 @on_ranks(2)

@@ -1,6 +1,6 @@
 """What the engine once got wrong, each as short as it can be told."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -11,8 +11,12 @@ import fsdp
 from fsdp.comm.simulated import simulate
 from fsdp.runtime.registry import unit_ref_of
 from state_machine import Event
-from tests.support.models import assert_close, gradients_of, is_at_rest, join
+from tests.support.models import Gradients, assert_close, gradients_of, is_at_rest, join_all
 from tests.support.ranks import on_ranks
+
+
+def assert_gradients(by_rank: Sequence[Gradients], plain: nn.Module) -> None:
+    assert_close(join_all(by_rank, dict(plain.named_parameters())), gradients_of(plain))
 
 
 class UsedInTwoCheckpoints(nn.Module):
@@ -37,13 +41,12 @@ def test_a_gradient_from_a_reentrant_checkpoint_inside_the_unit_is_not_the_last_
     plain = UsedInTwoCheckpoints()
     plain(x).sum().backward()
 
-    def one_rank(rank: int) -> Tensor | None:
+    def one_rank(rank: int) -> Gradients:
         model = fsdp.fully_shard(UsedInTwoCheckpoints())
         model(x).sum().backward()
-        return gradients_of(model)["weight"]
+        return gradients_of(model)
 
-    found = join(simulate(2, one_rank), plain.weight.shape)
-    assert_close({"weight": found}, gradients_of(plain))
+    assert_gradients(simulate(2, one_rank), plain)
 
 
 class CheckpointsWhatNeedsGrad(nn.Module):
@@ -73,15 +76,12 @@ def test_gradients_from_a_checkpoint_of_one_forward_do_not_complete_another_forw
     plain = CheckpointsWhatNeedsGrad()
     train(plain)
 
-    def one_rank(rank: int) -> list[Tensor | None]:
+    def one_rank(rank: int) -> Gradients:
         model = fsdp.fully_shard(CheckpointsWhatNeedsGrad(), reshard_after_forward=True)
         train(model)
-        return list(gradients_of(model).values())
+        return gradients_of(model)
 
-    ranks = simulate(2, one_rank)
-    for number, parameter in enumerate(plain.parameters()):
-        found = join([one[number] for one in ranks], parameter.shape)
-        assert_close({"it": found}, {"it": parameter.grad})
+    assert_gradients(simulate(2, one_rank), plain)
 
 
 def test_autograd_grad_of_an_input_that_is_a_leaf() -> None:
@@ -160,14 +160,13 @@ def test_a_unit_is_reached_through_a_returned_view_that_was_edited_in_place() ->
     plain = EditsWhatItGets()
     plain(x).sum().backward()
 
-    def one_rank(rank: int) -> tuple[dict[str, Tensor | None], list[Event]]:
+    def one_rank(rank: int) -> tuple[Gradients, list[Event]]:
         model = fsdp.fully_shard(EditsWhatItGets(), auto_wrap_policy={nn.Linear})
         model(x).sum().backward()
         sharded = unit_ref_of(model.second)
         return gradients_of(model), list(sharded.engine.root.lifecycles[sharded.index].story)
 
     found = simulate(2, one_rank)
-    for name, parameter in plain.named_parameters():
-        assert_close({name: join([one[0][name] for one in found], parameter.shape)}, {name: parameter.grad})
+    assert_gradients([gradients for gradients, _ in found], plain)
     for _, story in found:
         assert story.index(Event.PRE_BACKWARD) < story.index(Event.GRAD_ACCUMULATED)

@@ -10,13 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 import fsdp
 from fsdp.comm.simulated import simulate
-from tests.support.models import (
-    Block,
-    join,
-    local,
-    loss_of,
-    make_net,
-)
+from tests.support.models import Block, join_all, local, loss_of, make_net
 from tests.support.ranks import on_ranks
 
 BF16 = torch.bfloat16
@@ -35,9 +29,7 @@ def shard_gradients(size: int, policy: Any, scale: float = 1.0) -> dict[str, Ten
         assert all(p.grad.dtype is torch.float32 for p in model.parameters() if p.grad is not None)
         return {name: p.grad for name, p in model.named_parameters()}
 
-    by_rank = fsdp.simulate(size, fn)
-    shapes = {name: p.shape for name, p in make_net().named_parameters()}
-    full = {name: join([one[name] for one in by_rank], shape) for name, shape in shapes.items()}
+    full = join_all(fsdp.simulate(size, fn), dict(make_net().named_parameters()))
     return {name: gradient for name, gradient in full.items() if gradient is not None}
 
 
@@ -56,15 +48,14 @@ def test_bf16_gradients_reduced_in_fp32_lose_nothing_after_the_backward(size: in
         sharded(batches[rank]).float().square().sum().backward()
         return {name: p.grad for name, p in sharded.named_parameters()}
 
-    by_rank = fsdp.simulate(size, fn)
-    for name, p in model.named_parameters():
+    joined = join_all(fsdp.simulate(size, fn), dict(model.named_parameters()))
+    for name, found in joined.items():
         exact = []
         for batch in batches:
             plain = nn.Linear(6, 3)
             plain.load_state_dict(state)
             plain.to(BF16)(batch.to(BF16)).float().square().sum().backward()
             exact.append(dict(plain.named_parameters())[name].grad.double())  # type: ignore[union-attr]
-        found = join([one[name] for one in by_rank], p.shape)
         assert found is not None
         largest = torch.stack(exact).abs().sum(0)
         assert ((found.double() - sum(exact) / size).abs() <= size * 2**-24 * largest / size + 1e-30).all()

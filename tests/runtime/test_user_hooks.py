@@ -18,7 +18,7 @@ from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.nn.modules import module as global_hooks
 
 import fsdp
-from tests.support.models import Block, Net, gradients_of, join, loss_of
+from tests.support.models import Block, Net, gradients_of, join_all, loss_of
 from tests.support.ranks import on_ranks
 
 RANKS = 2
@@ -166,10 +166,15 @@ def assert_heard_alike(found: Heard, wanted: Heard) -> None:
             torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@cache
 def mean_gradients(set_hooks: Set) -> dict[str, Tensor]:
     """Of the last step, over plain replicas."""
     replicas = [gradients_of(run(rank, set_hooks, sharded=False)[1]) for rank in range(RANKS)]
     return {name: torch.stack([one[name] for one in replicas]).mean(0) for name in replicas[0]}  # type: ignore[misc]
+
+
+def assert_mean(by_rank: list[dict[str, Tensor | None]], wanted: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(join_all(by_rank, wanted), wanted, rtol=1e-5, atol=1e-6)
 
 
 def nothing(model: nn.Module, heard: Heard) -> None:
@@ -190,10 +195,7 @@ def test_on_modules_and_activations(kind: str, before: bool) -> None:
             assert_heard_alike(heard, run(rank, ON_MODULES[kind], False)[0])
         return gradients_of(model)
 
-    by_rank = fsdp.simulate(RANKS, one_rank)
-    for name, wanted in mean_gradients(ON_MODULES[kind]).items():
-        found = join([one[name] for one in by_rank], wanted.shape)
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert_mean(fsdp.simulate(RANKS, one_rank), mean_gradients(ON_MODULES[kind]))
 
 
 class Stop(Exception):
@@ -309,9 +311,7 @@ def test_saved_tensors_may_wait_in_the_memory_of_the_host() -> None:
     def one_rank(rank: int) -> dict[str, Tensor | None]:
         return gradients_of(run(rank, nothing, True, around=lambda heard: torch.autograd.graph.save_on_cpu())[1])
 
-    by_rank = fsdp.simulate(RANKS, one_rank)
-    for name, wanted in mean_gradients(nothing).items():
-        torch.testing.assert_close(join([one[name] for one in by_rank], wanted.shape), wanted, rtol=1e-5, atol=1e-6)
+    assert_mean(fsdp.simulate(RANKS, one_rank), mean_gradients(nothing))
 
 
 # hooks on parameters ----------------------------------------------------------------------------------------------
@@ -337,25 +337,27 @@ def test_on_parameters_before_wrapping_may_change_the_gradient() -> None:
             model.get_parameter(name).register_hook(lambda gradient: gradient * 0.5)
 
     by_rank = fsdp.simulate(RANKS, lambda rank: gradients_of(run(rank, halve, True, before=True)[1]))
-    for name, wanted in mean_gradients(halve).items():
-        torch.testing.assert_close(join([one[name] for one in by_rank], wanted.shape), wanted, rtol=1e-5, atol=1e-6)
+    assert_mean(by_rank, mean_gradients(halve))
 
 
 def parts_heard(by_rank: list[Heard]) -> dict[str, Tensor | None]:
     """What hooks on shards were given in the last step, put together over the ranks."""
-    last = [{name: values[0] for name, values in heard.calls} for heard in by_rank]
-    shapes = {name: parameter.shape for name, parameter in make().named_parameters() if name in PARAMETERS}
-    return {name: join([one.get(name) for one in last], shape) for name, shape in shapes.items()}
+    last = [dict.fromkeys(PARAMETERS) | {name: values[0] for name, values in heard.calls} for heard in by_rank]
+    return join_all(last, {name: make().get_parameter(name) for name in PARAMETERS})
+
+
+def assert_once_a_backward(by_rank: list[Heard]) -> None:
+    """Hooks on shards were called once in each backward, or never where the rank holds nothing, with its part of the mean."""
+    wanted = mean_gradients(nothing)
+    torch.testing.assert_close(parts_heard(by_rank), {name: wanted[name] for name in PARAMETERS}, rtol=1e-5, atol=1e-6)
+    for heard in by_rank:
+        names = [name for name, _ in heard.calls]
+        assert all(names.count(name) == STEPS for name in names)
 
 
 def test_on_parameters_after_wrapping_see_this_ranks_part_of_the_reduced_gradient_once_a_backward() -> None:
     by_rank = fsdp.simulate(RANKS, lambda rank: run(rank, on_parameters, True)[0])
-    wanted = mean_gradients(nothing)
-    for name, found in parts_heard(by_rank).items():
-        torch.testing.assert_close(found, wanted[name], rtol=1e-5, atol=1e-6)
-    for heard in by_rank:
-        names = [name for name, _ in heard.calls]
-        assert all(names.count(name) == STEPS for name in names), "once in each backward, or never where the rank holds nothing"
+    assert_once_a_backward(by_rank)
 
 
 def after_accumulation(model: nn.Module, heard: Heard) -> None:
@@ -370,12 +372,7 @@ def after_accumulation(model: nn.Module, heard: Heard) -> None:
 @pytest.mark.parametrize("before", [True, False], ids=["set before wrapping", "set after wrapping"])
 def test_after_accumulation_see_this_ranks_part_of_the_reduced_gradient_once_a_backward(before: bool) -> None:
     by_rank = fsdp.simulate(RANKS, lambda rank: run(rank, after_accumulation, True, before)[0])
-    wanted = mean_gradients(nothing)
-    for name, found in parts_heard(by_rank).items():
-        torch.testing.assert_close(found, wanted[name], rtol=1e-5, atol=1e-6)
-    for heard in by_rank:
-        names = [name for name, _ in heard.calls]
-        assert all(names.count(name) == STEPS for name in names)
+    assert_once_a_backward(by_rank)
 
 
 def test_after_accumulation_see_what_has_accumulated_and_tensor_hooks_what_was_added() -> None:
@@ -389,9 +386,7 @@ def test_after_accumulation_see_what_has_accumulated_and_tensor_hooks_what_was_a
 
     added, accumulated = (list(heard) for heard in zip(*fsdp.simulate(RANKS, one_rank), strict=True))
     once, twice = parts_heard(added), parts_heard(accumulated)
-    for name, gradient in once.items():
-        assert gradient is not None
-        torch.testing.assert_close(twice[name], 2 * gradient, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(twice, {name: 2 * one for name, one in once.items()}, rtol=1e-5, atol=1e-6)  # type: ignore[operator]
 
 
 @on_ranks(RANKS)

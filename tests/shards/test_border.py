@@ -13,7 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 import fsdp
 from fsdp.shards.shard_parameter import ShardParameter
 from tests.shards.programs import PROGRAMS, Found, backward, make
-from tests.support.models import assert_close, join, local, weights_of
+from tests.support.models import assert_close, join_all, local, weights_of
 from tests.support.ranks import on_ranks
 
 
@@ -22,8 +22,7 @@ def assert_of_one_process(found: list[Found], wanted: Found) -> None:
     for numbers, _ in found:
         assert numbers == pytest.approx(wanted[0], rel=1e-6, abs=1e-7)
         assert numbers == found[0][0], "ranks have different numbers"
-    weights = {name: join([one[name] for _, one in found], weight.shape) for name, weight in wanted[1].items()}
-    assert_close(weights, {**wanted[1]})
+    assert_close(join_all([weights for _, weights in found], wanted[1]), {**wanted[1]})
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -8,7 +8,7 @@ import torch
 import fsdp
 from fsdp.shards.optimizer_steps import ELEMENT_WISE_OPTIMIZERS
 from tests.shards.optimizer_table import WITHIN, Row, rows, rows_elsewhere, trained
-from tests.support.models import assert_close, join
+from tests.support.models import assert_close, join_all
 
 ROWS = rows()
 
@@ -45,8 +45,7 @@ def assert_right(row: Row, found: list[Any], size: int) -> None:
     wanted = trained(row, range(size))
     begun = row.case.model()
     assert all(isinstance(one, dict) for one in found), found
-    weights = {name: join([one[name] for one in found], weight.shape) for name, weight in wanted.items()}
-    assert_close(weights, {**wanted}, WITHIN)
+    assert_close(join_all(found, wanted), {**wanted}, WITHIN)
     assert any(not torch.equal(weight, begun.get_parameter(name)) for name, weight in wanted.items()), "nothing was trained"
 
 

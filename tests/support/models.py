@@ -1,6 +1,6 @@
 """The models, data and training loops the tests share, and the plain module they are compared with."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -265,14 +265,16 @@ def join(parts: Sequence[Tensor | None], shape: torch.Size) -> Tensor | None:
     return first
 
 
+def join_all(by_rank: Sequence[Mapping[str, Tensor | None]], like: Mapping[str, Tensor]) -> Gradients:
+    """The same for each name of `like`, which has the shapes."""
+    return {name: join([one[name] for one in by_rank], wanted.shape) for name, wanted in like.items()}
+
+
 def joined(by_rank: Sequence[Trained], like: nn.Module) -> Trained:
     """The shards of every rank put together to what the plain module has."""
-    shapes = {name: p.shape for name, p in like.named_parameters()}
-    gradients: list[Gradients] = [
-        {name: join([one.gradients[step][name] for one in by_rank], shape) for name, shape in shapes.items()}
-        for step in range(len(by_rank[0].gradients))
-    ]
-    weights = {name: join([one.weights[name] for one in by_rank], shape) for name, shape in shapes.items()}
+    parameters = dict(like.named_parameters())
+    gradients = [join_all(of_step, parameters) for of_step in zip(*(one.gradients for one in by_rank), strict=True)]
+    weights = join_all([one.weights for one in by_rank], parameters)
     return Trained(gradients, {name: weight for name, weight in weights.items() if weight is not None})
 
 

@@ -1,6 +1,6 @@
 """fsdp.join: ranks with different numbers of batches."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.shards.shard_tensor import plain
-from tests.support.models import CASES, Block, Net, assert_close, is_at_rest, join, loss_of, weights_of
+from tests.support.models import CASES, Block, Net, assert_close, is_at_rest, join_all, loss_of, weights_of
 from tests.support.ranks import on_ranks
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -28,6 +28,7 @@ def batch(rank: int, number: int) -> Tensor:
     return CASES["net"].batch(rank, number)
 
 
+@cache
 def alone(counts: tuple[int, ...], micro: int = 1) -> dict[str, Tensor]:
     """One process: each step averages over the ranks that have data left."""
     net = CASES["net"].model()
@@ -65,11 +66,11 @@ def trained(rank: int, counts: tuple[int, ...], micro: int = 1, **options: Any) 
 
 
 def unsharded(found: list[dict[str, Tensor]], options: dict[str, Any]) -> dict[str, Tensor]:
-    shapes = {name: p.shape for name, p in CASES["net"].model().named_parameters()}
+    parameters = dict(CASES["net"].model().named_parameters())
     shards = options.get("mesh", (1, 1 if options.get("sharding_strategy") == "NO_SHARD" else len(found)))[1]
     for other in range(shards, len(found)):
-        assert all(torch.equal(found[other][name], found[other % shards][name]) for name in shapes), "replicas differ"
-    return {name: join([one[name] for one in found[:shards]], shape) for name, shape in shapes.items()}
+        assert all(torch.equal(found[other][name], found[other % shards][name]) for name in parameters), "replicas differ"
+    return join_all(found[:shards], parameters)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
