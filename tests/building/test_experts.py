@@ -175,11 +175,19 @@ def check_seed(seed: int) -> None:
 
 
 def check(strategy: str, shape: tuple[int, int], usable: int, seed: int) -> None:
+    check_wrapped(lambda model, mesh: wrap(model, mesh, sharding_strategy=strategy), shape, usable, seed)
+
+
+def check_wrapped(
+    wraps: Callable[[nn.Sequential, DeviceMesh], None], shape: tuple[int, int] = (2, 2), usable: int = EXPERTS, seed: int = 0
+) -> None:
+    """Compare a model that `wraps` has wrapped over a mesh of this shape with one process."""
+
     def program(rank: int) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("edp", "ep"))
         model = make(usable)
         distribute(model, mesh)
-        wrap(model, mesh, sharding_strategy=strategy)
+        wraps(model, mesh)
         return train(model, lambda step: [batch(step, rank)], lambda: fsdp.clip_grad_norm_(model, 0.05))
 
     ranks = shape[0] * shape[1]
@@ -193,17 +201,11 @@ def check(strategy: str, shape: tuple[int, int], usable: int, seed: int) -> None
 def test_experts_by_options_equal_one_process(options: str, strategy: str, shape: tuple[int, int], usable: int) -> None:
     """With placements, the parameters of a block are a unit, and those of its experts a flat buffer of it over other ranks."""
 
-    def program(rank: int) -> dict[str, Any]:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("edp", "ep"))
-        model = make(usable)
-        distribute(model, mesh)
+    def wraps(model: nn.Sequential, mesh: DeviceMesh) -> None:
         wrap_by(options, model, mesh, sharding_strategy=strategy, reduction=fsdp.ReductionPolicy(coalesce_cap_mb=1))
         assert model[0].experts.up.device_mesh.mesh_dim_names == ("edp", "ep")
-        return train(model, lambda step: [batch(step, rank)], lambda: fsdp.clip_grad_norm_(model, 0.05))
 
-    ranks = shape[0] * shape[1]
-    for found in fsdp.simulate(ranks, program, seed=usable):
-        close(found, train_alone(ranks, usable))
+    check_wrapped(wraps, shape, usable, seed=usable)
 
 
 def test_buffers_of_one_unit_have_the_ranks_of_their_mesh() -> None:
@@ -223,17 +225,13 @@ def test_buffers_of_one_unit_have_the_ranks_of_their_mesh() -> None:
 
 
 def test_a_root_around_buffers_of_several_meshes_takes_them_in() -> None:
-    def program(rank: int) -> dict[str, Any]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-        model, everyone = make(), mesh["edp", "ep"]._flatten("dp")
-        distribute(model, mesh)
+    def wraps(model: nn.Sequential, mesh: DeviceMesh) -> None:
+        everyone = mesh["edp", "ep"]._flatten("dp")
         for block in model[:2]:
             fully_shard(block, mesh=everyone, shard_placement_fn=placement_of(mesh, block))
         fully_shard(model, mesh=everyone)
-        return train(model, lambda step: [batch(step, rank)], lambda: fsdp.clip_grad_norm_(model, 0.05))
 
-    for found in fsdp.simulate(4, program):
-        close(found, train_alone(4, EXPERTS))
+    check_wrapped(wraps)
 
 
 def test_a_mesh_that_cannot_be_that_of_some_parameters_is_refused() -> None:
@@ -265,18 +263,14 @@ def test_a_mesh_that_cannot_be_that_of_some_parameters_is_refused() -> None:
 
 
 def test_experts_by_the_names_of_fsdp2_need_no_factor() -> None:
-    def program(rank: int) -> dict[str, Any]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-        model, everyone = make(), mesh["edp", "ep"]._flatten("dp")
-        distribute(model, mesh)
+    def wraps(model: nn.Sequential, mesh: DeviceMesh) -> None:
+        everyone = mesh["edp", "ep"]._flatten("dp")
         for block in model[:2]:
             fully_shard(block.experts, mesh=mesh["edp"])
             fully_shard(block, mesh=everyone)
         fully_shard(model, mesh=everyone)
-        return train(model, lambda step: [batch(step, rank)], lambda: fsdp.clip_grad_norm_(model, 0.05))
 
-    for found in fsdp.simulate(4, program):
-        close(found, train_alone(4, EXPERTS))
+    check_wrapped(wraps)
 
 
 def test_the_collectives_of_experts_are_among_those_who_share_them() -> None:
@@ -356,16 +350,11 @@ def test_what_is_not_defined_for_a_part_of_the_ranks_is_refused(call: str) -> No
 def test_experts_that_each_rank_holds_in_full_are_replicated() -> None:
     """A mesh of which each rank has one coordinate: the unit is cut over nobody, and its gradients are averaged all the same."""
 
-    def program(rank: int) -> dict[str, Any]:
-        mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("edp", "ep"))
-        model = make()
-        distribute(model, mesh)
+    def wraps(model: nn.Sequential, mesh: DeviceMesh) -> None:
         wrap(model, mesh)
         assert all(p.to_local().numel() * 4 == p.numel() for p in model[0].experts.parameters())
-        return train(model, lambda step: [batch(step, rank)], lambda: fsdp.clip_grad_norm_(model, 0.05))
 
-    for found in fsdp.simulate(4, program):
-        close(found, train_alone(4, EXPERTS))
+    check_wrapped(wraps, (1, 4))
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIMIZER"])
