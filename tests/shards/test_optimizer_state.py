@@ -3,6 +3,7 @@
 import copy
 import io
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,9 @@ def read(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
 class TestDistributedCheckpoint:
     @pytest.mark.parametrize("case", SAVED)
     @pytest.mark.parametrize("name", ["AdamW", "SGD"])
-    @pytest.mark.parametrize(("size", "other"), [(2, 2), (2, 3), (3, 2), (3, 1)])
+    @pytest.mark.parametrize(("size", "others"), [(2, (2, 3)), (3, (2, 1))])
     def test_model_and_optimizer_come_back_to_the_bit_by_torchs_functions(
-        self, case: str, name: str, size: int, other: int, tmp_path: Path
+        self, case: str, name: str, size: int, others: tuple[int, ...], tmp_path: Path
     ) -> None:
         def save(rank: int) -> dict[str, Any]:
             model, optimizer = trained(CASES[case], rank, OPTIMIZERS[name])
@@ -109,9 +110,9 @@ class TestDistributedCheckpoint:
             return everything(model, optimizer)
 
         wanted = fsdp.simulate(size, save)[0]
-        for found in fsdp.simulate(other, load):
-            assert_same_state(found, {key: wanted[key] for key in found})
-            assert {key for key in wanted if key not in found} == set()
+        for found in chain(*(fsdp.simulate(other, load) for other in others)):
+            assert found.keys() == wanted.keys()
+            assert_same_state({key: found[key] for key in wanted}, wanted)
 
     @pytest.mark.parametrize("name", OPTIMIZERS)
     def test_their_own_state_dicts_are_loaded_in_place_on_another_number_of_ranks(self, name: str, tmp_path: Path) -> None:
