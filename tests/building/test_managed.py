@@ -73,21 +73,6 @@ def test_ranks_generate_other_numbers_of_tokens(rank: int, strategy: str) -> Non
     assert torch.equal(found, make_writer().generate(tokens, numbers[rank], max(numbers)))
 
 
-class Encoder(nn.Module):
-    """Drops layers at random, and is no unit itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(8) for _ in range(4))
-
-    def forward(self, x: Tensor, dropped: set[int]) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            if number not in dropped or must_stay_in_step(self):
-                after = layer(x)
-                x = after if number not in dropped else x + 0 * after
-        return x
-
-
 @on_ranks(1)
 def test_the_mark_costs_a_forward_nothing(rank: int) -> None:
     """A unit searches the attributes of its modules for tensors after each forward, and not these."""

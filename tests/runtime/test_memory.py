@@ -105,14 +105,6 @@ def test_memory_comes_back_without_the_garbage_collector(work: str) -> None:
     assert is_at_rest(model)
 
 
-class Stop(Exception):
-    """Raised by a test inside a pass."""
-
-
-def stop(*_: Any) -> None:
-    raise Stop
-
-
 @pytest.mark.parametrize("options", [{}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"reshard_after_forward": True}], ids=str)
 @on_ranks(2)
 def test_at_rest_the_shards_are_all_there_is(rank: int, options: dict[str, Any]) -> None:

@@ -138,19 +138,6 @@ def test_a_backward_holds_no_passive_gather_when_it_is_over(accumulates: bool) -
         assert not any(held), held
 
 
-class LayerDrop(nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
-        self.chance = torch.Generator().manual_seed(seed)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            if torch.rand((), generator=self.chance) > 0.4:
-                x = x + torch.tanh(layer(x))
-        return x
-
-
 def test_a_rank_may_evaluate_alone_between_two_steps_and_before_a_save() -> None:
     def run(rank: int) -> list[float]:
         model, found = make(uneven_paths=True), []
