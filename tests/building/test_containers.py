@@ -34,6 +34,14 @@ def net() -> nn.Module:
     return nn.Sequential(Chunk([nn.Linear(8, 8), nn.Linear(8, 8)]), named, nn.Linear(8, 1))
 
 
+def train(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.linspace(-1, 1, 16).view(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def by_fsdp1(model: nn.Module) -> Any:
     return fsdp1.FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Chunk, Named}), use_orig_params=True)
 
@@ -54,27 +62,17 @@ def by_hand(model: Any) -> Any:
 
 @pytest.mark.parametrize("wrap", [by_fsdp1, by_fsdp2, by_policy, by_hand])
 def test_a_list_or_dict_with_a_forward_is_a_unit_and_trains_as_in_a_single_process(wrap: Any) -> None:
-    x = torch.linspace(-1, 1, 16).view(2, 8)
-
     def run(rank: int) -> tuple[int, list[Tensor]]:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             warnings.filterwarnings("ignore", "The passed-in `module` is on CPU")
             model = wrap(net())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model)
         units = sum(unit_ref_of(module) is not None for module in model.modules())
         return units, [fsdp.full_tensor(p).detach().clone() for p in model.parameters()]
 
     alone = net()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for _ in range(2):
-        alone(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(alone)
     for units, weights in fsdp.simulate(2, run):
         assert units == 3
         for mine, expected in zip(weights, alone.parameters(), strict=True):
