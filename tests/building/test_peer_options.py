@@ -34,8 +34,7 @@ import fsdp
 from fsdp.building.peer_options import PEER_OPTIONS, remedies_for
 from fsdp.runtime.registry import unit_ref_of, units_in
 from tests.support.models import Block, Net, make_net, weights_of
-from tests.support.ranks import on_ranks
-from tests.support.refusals import refused_everywhere
+from tests.support.ranks import on_ranks, refused_everywhere
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 NAMES = {"BackwardPrefetch": BackwardPrefetch, "CPUOffload": CPUOffload, "OffloadPolicy": OffloadPolicy}

@@ -11,8 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import fsdp
 from tests.support.models import loss_of, two_layers
-from tests.support.ranks import on_ranks
-from tests.support.refusals import refused_everywhere
+from tests.support.ranks import on_ranks, refused_everywhere
 
 
 class Scaled(nn.Parameter):

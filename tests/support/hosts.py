@@ -71,10 +71,6 @@ class Host:
         """Set the link down at the bridge: packets are lost, and neither side is told."""
         _in_network(self._switch, "ip", "link", "set", self._port, "nomaster")
 
-    def mend(self) -> None:
-        """Undo `cut`."""
-        _in_network(self._switch, "ip", "link", "set", self._port, "master", "bridge")
-
     def lose_power(self) -> None:
         """End all processes at once; no packet says so."""
         self.cut()

@@ -133,13 +133,22 @@ def end_all(ranks: Iterable[Rank]) -> None:
 
 
 def results_of(
-    module: str, size: int, folder: Path, *names: str, seconds: float = 120, may_fail: int = 0, stops: bool = False
+    program: str | Callable[[int, int, Path], Any],
+    size: int,
+    folder: Path,
+    *names: str,
+    seconds: float = 120,
+    may_fail: int = 0,
+    stops: bool = False,
 ) -> list[Any]:
-    """Run a module as `size` ranks (arguments: rank, size, folder, names). Return what each saved as `folder / "RANK.pt"`.
+    """Run a program as `size` ranks. Return what each of them saved as `folder / "RANK.pt"`.
+
+    It is a module (arguments: rank, size, folder, names), or a function of another one, for `be_a_rank`.
 
     may_fail: so many of the last ranks may fail, and save nothing: {}. stops: the last one stops, and does not end
     """
-    ranks = [start_rank(module, rank, size, folder, *names, output=folder / f"{rank}.txt") for rank in range(size)]
+    given = [program] if isinstance(program, str) else ["tests.support.a_rank", program.__module__, program.__name__]
+    ranks = [start_rank(*given, rank, size, folder, *names, output=folder / f"{rank}.txt") for rank in range(size)]
     try:
         codes = [one.wait(timeout=seconds) for one in (ranks[:-1] if stops else ranks)]
     finally:

@@ -1,9 +1,11 @@
-"""A test that every rank of a simulated world runs."""
+"""A test that every rank of a simulated world runs, and what ranks that refuse something say."""
 
 import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 import fsdp
 
@@ -29,3 +31,36 @@ def on_ranks(size: int | str) -> Callable[[Test], Test]:
         return run
 
     return of
+
+
+def refusals(size: int, fn: Callable[[int], object], error: type[Exception] = fsdp.ShardingError) -> list[str]:
+    """The texts of the errors that `fn` raises on the ranks. It must raise one on each, and none waits for another."""
+
+    def listen(rank: int) -> str:
+        with pytest.raises(error) as caught:
+            fn(rank)
+        return str(caught.value)
+
+    return fsdp.simulate(size, listen)
+
+
+def refused_everywhere(
+    size: int, fn: Callable[[int], object], text: str, error: type[Exception] = fsdp.ShardingError
+) -> list[str]:
+    """Check that `fn` raises an error with this text on every rank. Return what it says."""
+    messages = refusals(size, fn, error)
+    assert all(text in message for message in messages), messages
+    return messages
+
+
+def told(size: int, fn: Callable[[int], object]) -> list[str]:
+    """For each rank the class and the first line of the error that `fn` raises there; nothing where it raises none."""
+
+    def listen(rank: int) -> str:
+        try:
+            fn(rank)
+        except (fsdp.ShardingError, fsdp.WorldError) as error:
+            return f"{type(error).__name__}: {error}".partition("\n")[0]
+        return ""
+
+    return fsdp.simulate(size, listen)

@@ -65,8 +65,8 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-def wrapped(device_mesh: Any = None) -> FSDP:
-    return FSDP(Tied(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_mesh=device_mesh)
+def wrapped(**options: Any) -> FSDP:
+    return FSDP(Tied(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, **options)
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:

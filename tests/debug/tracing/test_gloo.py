@@ -3,16 +3,34 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import fsdp
 from fsdp.commands.main import main
+from tests.support.models import Block, loss_of, make_net
 from tests.support.processes import results_of
+
+
+def traced(rank: int, size: int, folder: Path) -> tuple[str, dict[str, Any]]:
+    """Trace two steps. Return the file of the trace, and the numbers of the last step."""
+    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+
+    def steps() -> None:
+        for _ in range(2):
+            loss_of(model(torch.linspace(-1, 1, 12).view(2, 6))).backward()
+
+    steps()
+    with fsdp.trace(model) as trace:
+        steps()
+    return str(trace.save(folder / "trace-{rank}.json")), fsdp.stats(model)
 
 
 @pytest.mark.gloo
 def test_traces_over_gloo_are_complete_and_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = results_of("tests.debug.tracing.gloo_program", 2, tmp_path)
+    found = results_of(traced, 2, tmp_path)
     paths = [path for path, _ in found]
     for rank, (path, stats) in enumerate(found):
         events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]

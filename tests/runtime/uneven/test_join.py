@@ -14,8 +14,7 @@ from tests.runtime.uneven.test_even_join import COUNTS, STRATEGIES, alone, train
 from tests.runtime.uneven.test_uneven_paths import ALL, EVEN, make
 from tests.support.models import assert_close
 from tests.support.paths import Branching, Hop, batch
-from tests.support.ranks import on_ranks
-from tests.support.refusals import told
+from tests.support.ranks import on_ranks, told
 
 EVERY_COUNT = [COUNTS, (0, 2, 2, 3), (1, 0, 0, 0), (2, 2, 2, 2)]
 UNEVEN: dict[str, Any] = {"uneven_paths": True}

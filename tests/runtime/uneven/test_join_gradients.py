@@ -12,7 +12,7 @@ import fsdp
 from fsdp.runtime.uneven.data_left import GradVersions
 from tests.runtime.uneven.test_uneven_paths import EVEN, log, make
 from tests.support.paths import Branching, batch
-from tests.support.refusals import told
+from tests.support.ranks import told
 
 JOINS = pytest.mark.parametrize("options", [{}, {"uneven_paths": True}], ids=["even", "uneven"])
 STRATEGIES: dict[str, dict[str, Any]] = {

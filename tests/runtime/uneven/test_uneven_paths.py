@@ -15,8 +15,7 @@ from fsdp.comm.simulated import Call, current_rank
 from fsdp.runtime.registry import engines_in
 from state_machine.paths import PATIENCE
 from tests.support.paths import Branching, Hop, batch
-from tests.support.ranks import on_ranks
-from tests.support.refusals import told
+from tests.support.ranks import on_ranks, told
 
 ALL = tuple(Hop(layer) for layer in range(4))
 EVEN = (Hop(0), Hop(2))

@@ -14,8 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 import fsdp
 from tests.runtime.uneven.test_uneven_paths import ALL, EVEN, make
 from tests.support.paths import Branching, Hop, batch
-from tests.support.ranks import on_ranks
-from tests.support.refusals import told
+from tests.support.ranks import on_ranks, told
 
 
 def evaluate(model: nn.Module, number: int) -> float:

@@ -1,10 +1,11 @@
-"""One rank of four over gloo: torch's FSDP1 and the drop-in module over a model that tensor parallelism has spread; norms."""
+"""torch's FSDP1 and the drop-in module over a model that tensor parallelism has spread, on four ranks over gloo."""
 
 from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp.compat import torch_fsdp
 from fsdp.errors import ShardingError
-from tests.compat.fsdp1.torch_fsdp_program import torch_on_the_host
-from tests.support.processes import be_a_rank
+from tests.compat.fsdp1.test_torch_fsdp_gloo import torch_on_the_host
+from tests.support.processes import results_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "one instance": {"use_orig_params": True},
@@ -147,5 +148,20 @@ def run(rank: int, size: int, folder: Path) -> Any:
     }
 
 
-if __name__ == "__main__":
-    be_a_rank(run)
+@pytest.mark.gloo
+def test_a_model_with_tensor_parallelism_trains_and_is_saved_as_by_torch(tmp_path: Path) -> None:
+    for result in results_of(run, 4, tmp_path):
+        for name, (ours, theirs) in result["pairs"].items():
+            assert ours["first"] == ours["again"], name
+            torch.testing.assert_close(ours["losses"] + ours["first"], theirs["losses"] + theirs["first"], msg=name)
+            for kind in ("weights", "state"):
+                assert ours["placements"][kind] == theirs["placements"][kind], name
+                torch.testing.assert_close(ours[kind], theirs[kind], msg=name)
+        torch.testing.assert_close(*result["norms"])
+        for losses, expected in result["one dimension"]:
+            torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+        assert result["full"]
+        without_mesh, no_shard, with_grads = result["refusals"]
+        assert with_grads.endswith("with_grads=True needs a model without tensor parallelism; read p.grad.full_tensor().")
+        assert "is a DTensor: give the mesh to cut it over as well" in without_mesh
+        assert 'leave out plain_shards and "NO_SHARD"' in no_shard

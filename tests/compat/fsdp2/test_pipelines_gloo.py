@@ -1,8 +1,9 @@
-"""One rank of two over gloo: schedules of torch's pipelining over stages that the drop-in module shards, and torch's FSDP2."""
+"""Schedules of torch's pipelining over stages that the drop-in module shards, and torch's FSDP2, over gloo processes."""
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -22,7 +23,8 @@ from torch.distributed.tensor import DTensor
 import fsdp
 from fsdp.compat import fully_shard as ours
 from fsdp.runtime.registry import engines_in
-from tests.support.processes import be_a_rank
+from tests.support.everything import EVERYTHING
+from tests.support.processes import results_of
 
 SCHEDULES: dict[str, tuple[Any, int]] = {
     "gpipe": (ScheduleGPipe, 1),
@@ -115,5 +117,16 @@ def run(rank: int, size: int, folder: Path) -> Any:
     return results
 
 
-if __name__ == "__main__":
-    be_a_rank(run)
+@pytest.mark.gloo
+@pytest.mark.parametrize("size", [2, 4] if EVERYTHING else [2])
+def test_the_schedules_of_pipelining_train_as_with_fsdp2(tmp_path: Path, size: int) -> None:
+    results = results_of(run, size, tmp_path)
+    for result in results:
+        assert result["states"]
+        for kind in ("gpipe", "1f1b", "interleaved", "zero bubble", "zbv"):
+            torch.testing.assert_close(result[kind]["ours"], result[kind]["torch"])
+            native = result[kind]["native"]
+            torch.testing.assert_close({key: native[key] for key in ("losses", "params")}, result[kind]["torch"])
+            # as FSDP2: two units, each gathered and reduced once a step; over one rank nothing is sent
+            assert (native["gathers"], native["reductions"]) == (2, 2)
+    assert len(results[-1]["gpipe"]["ours"]["losses"]) == 12

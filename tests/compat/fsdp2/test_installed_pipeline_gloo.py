@@ -1,9 +1,10 @@
-"""One rank of two over gloo: a pipeline of torch's, imported after the names of FSDP2 were replaced, with two sharded stages."""
+"""A pipeline of torch's over two gloo processes, imported after the names of FSDP2 were replaced, with two sharded stages."""
 
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp
 import fsdp.compat
 from fsdp.reduction.in_flight import ReductionQueue
-from tests.support.processes import be_a_rank
+from tests.support.processes import results_of
 
 
 def run(rank: int, size: int, folder: Path) -> Any:
@@ -57,5 +58,7 @@ def count_reductions() -> list[str]:
     return names
 
 
-if __name__ == "__main__":
-    be_a_rank(run)
+@pytest.mark.gloo
+def test_a_pipeline_that_is_imported_after_install_trains_as_one_process(tmp_path: Path) -> None:
+    for result in results_of(run, 2, tmp_path):
+        torch.testing.assert_close(result["found"], result["expected"])
