@@ -12,7 +12,7 @@ import fsdp
 from fsdp.comm.simulated import current_rank
 from fsdp.device.storage import MemoryTracker, ResizableStorage
 from fsdp.reduction.comm_hook import GradBucket
-from tests.support.models import Block, assert_close, gradients_of, is_at_rest, join, loss_of, make_net
+from tests.support.models import Block, assert_close, gradients_of, is_at_rest, join, loss_of, make_net, promised
 from tests.support.ranks import on_ranks
 
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -21,12 +21,6 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "HYBRID_SHARD": (4, {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}),
 }
 EVERY = pytest.mark.parametrize(("size", "options"), STRATEGIES.values(), ids=STRATEGIES)
-
-
-def promised(value: Any) -> Future[Any]:
-    promise: Future[Any] = Future()
-    promise.set_result(value)
-    return promise
 
 
 def average(shards: int, bucket: GradBucket) -> Future[Tensor]:

@@ -1,5 +1,6 @@
 """Every refusal, by its text: what happened, where, and what to do. Nothing moved before it."""
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdp
 from fsdp.comm.simulated import SimulatedCommunicator
 from tests.support.models import Block, Odd, is_at_rest, local, loss_of, make_net, weights_of
-from tests.support.ranks import refused_everywhere
+from tests.support.ranks import on_ranks, refused_everywhere
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 
@@ -141,130 +142,113 @@ class TestWrapping:
             dist.destroy_process_group()
 
 
-class TestUse:
-    """Refused uses leave the model ready for the next step."""
+def test_a_unit_that_returns_its_own_parameter_is_refused() -> None:
+    class Leaky(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return {"out": super().forward(x), "weight": self.weight.t()}
 
-    def refused(self, use: Callable[[nn.Module], object], text: str, error: type[Exception] = fsdp.ShardingError) -> None:
-        def fn(rank: int) -> None:
-            model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
-            with pytest.raises(error) as caught:
-                use(model)
-            assert text in str(caught.value)
-            model.zero_grad()
-            assert is_at_rest(model)
-            loss_of(model(X)).backward()
-            assert all(p.grad is not None for p in model.parameters() if p.numel())
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(nn.Sequential(Leaky(6, 6)), auto_wrap_policy={Leaky})
+        try:
+            model(X)
+        finally:
             assert is_at_rest(model)
 
-        fsdp.simulate(2, fn)
+    refused_everywhere(2, fn, "unit '0' returns one of its own parameters (or a view of one)")
 
-    def test_a_unit_that_returns_its_own_parameter(self) -> None:
-        class Leaky(nn.Linear):
-            def forward(self, x: Tensor) -> Any:
-                return {"out": super().forward(x), "weight": self.weight.t()}
 
-        def fn(rank: int) -> None:
-            model = fsdp.fully_shard(nn.Sequential(Leaky(6, 6)), auto_wrap_policy={Leaky})
-            try:
-                model(X)
-            finally:
-                assert is_at_rest(model)
+@pytest.mark.parametrize("caller", [fsdp.no_sync, fsdp.summon_full_params], ids=["no_sync", "summon_full_params"])
+def test_a_plain_module_is_refused(caller: Callable[[nn.Module], Any]) -> None:
+    with pytest.raises(fsdp.ShardingError, match="Linear contains no unit; wrap it with"), caller(nn.Linear(1, 1)):
+        raise AssertionError("entered")
 
-        refused_everywhere(2, fn, "unit '0' returns one of its own parameters (or a view of one)")
 
-    def test_a_summon_inside_a_forward(self) -> None:
-        def use(model: nn.Module) -> None:
-            def summon(*_: Any) -> None:
-                with fsdp.summon_full_params(model):
-                    raise AssertionError("lent inside a forward")
+Use = Callable[[nn.Module], object]
 
-            handle = model.blocks[0].register_forward_hook(summon)
-            try:
-                model(X)
-            finally:
-                handle.remove()
 
-        self.refused(use, "Call summon_full_params before or after the forward, not from inside it.", fsdp.IllegalTransition)
+def train(model: nn.Module) -> None:
+    loss_of(model(X)).backward()
 
-    def test_a_summon_inside_a_summon(self) -> None:
-        def use(model: nn.Module) -> None:
-            with fsdp.summon_full_params(model), fsdp.summon_full_params(model):
-                raise AssertionError("lent twice")
 
-        self.refused(use, "leave the first summon_full_params before entering another", fsdp.IllegalTransition)
+def summoned(use: Use) -> Use:
+    def inside(model: nn.Module) -> None:
+        with fsdp.summon_full_params(model):
+            use(model)
 
-    def test_training_under_a_summon(self) -> None:
-        def use(model: nn.Module) -> None:
-            with fsdp.summon_full_params(model):
-                loss_of(model(X)).backward()
+    return inside
 
-        self.refused(use, "Summoned parameters cannot be trained: leave summon_full_params", fsdp.IllegalTransition)
 
-    def test_a_backward_under_a_summon(self) -> None:
-        def use(model: nn.Module) -> None:
-            loss = loss_of(model(X))
-            with fsdp.summon_full_params(model):
-                loss.backward()
+def summon_inside_a_forward(model: nn.Module) -> None:
+    handle = model.blocks[0].register_forward_hook(lambda *_: summoned(print)(model))
+    try:
+        model(X)
+    finally:
+        handle.remove()
 
-        self.refused(use, "Leave summon_full_params before calling backward().", fsdp.IllegalTransition)
 
-    def test_a_full_state_dict_under_a_summon(self) -> None:
-        def use(model: nn.Module) -> None:
-            with fsdp.summon_full_params(model):
-                fsdp.full_state_dict(model, rank0_only=False)
+def backward_under_a_summon(model: nn.Module) -> None:
+    loss = loss_of(model(X))
+    summoned(lambda model: loss.backward())(model)
 
-        self.refused(use, "full_state_dict: call it outside any forward, backward and summon_full_params")
 
-    def test_clipping_kept_gradients(self) -> None:
-        def use(model: nn.Module) -> None:
-            with fsdp.no_sync(model):
-                loss_of(model(X)).backward()
-            fsdp.clip_grad_norm_(model, 1.0)
+def clip_kept_gradients(model: nn.Module) -> None:
+    with fsdp.no_sync(model):
+        train(model)
+    fsdp.clip_grad_norm_(model, 1.0)
 
-        self.refused(use, "clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises")
 
-    @pytest.mark.parametrize("power", [0, -1.0])
-    def test_a_norm_that_is_none(self, power: float) -> None:
-        self.refused(
-            lambda model: fsdp.clip_grad_norm_(model, 1.0, power), f"norm_type must be a positive number or inf, not {power!r}"
-        )
+def convert(model: nn.Module) -> None:
+    try:
+        model.half()(X.half())
+    finally:
+        model.float()
 
-    @pytest.mark.parametrize("caller", [fsdp.no_sync, fsdp.summon_full_params], ids=["no_sync", "summon_full_params"])
-    def test_a_plain_module(self, caller: Callable[[nn.Module], Any]) -> None:
-        with pytest.raises(fsdp.ShardingError, match="Linear contains no unit; wrap it with"), caller(nn.Linear(1, 1)):
-            raise AssertionError("entered")
 
-    def test_a_part_of_a_root(self) -> None:
-        self.refused(
-            lambda model: fsdp.memory_bytes(model.blocks[0]), "memory_bytes: Block is a part of root 'Net'; call it on the root"
-        )
+def load(change: Callable[[dict[str, Tensor]], object]) -> Use:
+    """Load a state dict that was changed. Nothing may be loaded."""
 
-    def test_a_module_converted_after_wrapping(self) -> None:
-        def use(model: nn.Module) -> None:
-            try:
-                model.half()(X.half())
-            finally:
-                model.float()
+    def use(model: nn.Module) -> None:
+        state = fsdp.full_state_dict(model, rank0_only=False)
+        change(state)
+        before = weights_of(model)
+        try:
+            fsdp.load_full_state_dict(model, {name: tensor + 1 for name, tensor in state.items()})
+        finally:
+            assert all(torch.equal(local(p), before[name]) for name, p in model.named_parameters())
 
-        self.refused(use, "was replaced from outside by a tensor of shape")
+    return use
 
-    @pytest.mark.parametrize(
-        ("change", "text"),
-        [
-            (lambda state: state.pop("leave.bias"), "Missing key(s): ['leave.bias']. Unexpected key(s): none"),
-            (lambda state: state.update(more=torch.ones(1)), "Missing key(s): none. Unexpected key(s): ['more']"),
-            (lambda state: state.update({"leave.bias": torch.ones(3)}), "'leave.bias' has shape (3,), the model has (2,)"),
-        ],
-        ids=["missing", "unexpected", "shape"],
-    )
-    def test_a_state_dict_that_does_not_fit(self, change: Callable[[dict[str, Tensor]], object], text: str) -> None:
-        def use(model: nn.Module) -> None:
-            state = fsdp.full_state_dict(model, rank0_only=False)
-            change(state)
-            before = weights_of(model)
-            try:
-                fsdp.load_full_state_dict(model, {name: tensor + 1 for name, tensor in state.items()})
-            finally:
-                assert all(torch.equal(local(p), before[name]) for name, p in model.named_parameters())
 
-        self.refused(use, text)
+ILLEGAL: dict[str, Use] = {
+    "Call summon_full_params before or after the forward, not from inside it.": summon_inside_a_forward,
+    "leave the first summon_full_params before entering another": summoned(summoned(print)),
+    "Summoned parameters cannot be trained: leave summon_full_params": summoned(train),
+    "Leave summon_full_params before calling backward().": backward_under_a_summon,
+}
+"""Uses that raise IllegalTransition."""
+WRONG: dict[str, Use] = {
+    "full_state_dict: call it outside any forward, backward and summon_full_params": summoned(
+        lambda model: fsdp.full_state_dict(model, rank0_only=False)
+    ),
+    "clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises": clip_kept_gradients,
+    "norm_type must be a positive number or inf, not 0": lambda model: fsdp.clip_grad_norm_(model, 1.0, 0),
+    "norm_type must be a positive number or inf, not -1.0": lambda model: fsdp.clip_grad_norm_(model, 1.0, -1.0),
+    "memory_bytes: Block is a part of root 'Net'; call it on the root": lambda model: fsdp.memory_bytes(model.blocks[0]),
+    "was replaced from outside by a tensor of shape": convert,
+    "Missing key(s): ['leave.bias']. Unexpected key(s): none": load(lambda state: state.pop("leave.bias")),
+    "Missing key(s): none. Unexpected key(s): ['more']": load(lambda state: state.update(more=torch.ones(1))),
+    "'leave.bias' has shape (3,), the model has (2,)": load(lambda state: state.update({"leave.bias": torch.ones(3)})),
+}
+
+
+@pytest.mark.parametrize("text", {**ILLEGAL, **WRONG})
+@on_ranks(2)
+def test_a_use_is_refused_and_leaves_the_model_ready_for_the_next_step(rank: int, text: str) -> None:
+    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
+    with pytest.raises(fsdp.IllegalTransition if text in ILLEGAL else fsdp.ShardingError, match=re.escape(text)):
+        {**ILLEGAL, **WRONG}[text](model)
+    model.zero_grad()
+    assert is_at_rest(model)
+    train(model)
+    assert all(p.grad is not None for p in model.parameters() if p.numel())
+    assert is_at_rest(model)

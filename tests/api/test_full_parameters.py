@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from typing import Any, Final
 
 import pytest
@@ -15,7 +16,7 @@ from tests.support.ranks import on_ranks
 
 STEPS: Final = 3
 X: Final = torch.linspace(-1, 1, 4 * 2 * 4).view(4, 2, 4)
-STRATEGIES: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER", "NO_SHARD", "HYBRID_SHARD")
+STRATEGIES: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRADIENTS", "SHARD_OPTIMIZER", "NO_SHARD")
 
 
 def net(frozen: bool = False) -> nn.Sequential:
@@ -104,20 +105,19 @@ def plain(size: int, loss: Loss, micro: int = 1, frozen: bool = False) -> dict[s
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("strategy", "size"), [*product(STRATEGIES, (2, 3)), ("HYBRID_SHARD", 4)])
 def test_terms_on_weights_train_as_on_one_process(strategy: str, loss: str, size: int) -> None:
-    if strategy == "HYBRID_SHARD":
-        size = 4
+    expected = plain(size, LOSSES[loss])
     for found in fsdp.simulate(size, trained(strategy, size, LOSSES[loss])):
-        assert_close(found, plain(size, LOSSES[loss]))
+        assert_close(found, expected)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_they_accumulate_under_no_sync_and_leave_frozen_parameters_out(strategy: str, frozen: bool) -> None:
+    expected = plain(2, loss_after, micro=3, frozen=frozen)
     for found in fsdp.simulate(2, trained(strategy, 2, loss_after, micro=3, frozen=frozen)):
-        assert_close(found, plain(2, loss_after, micro=3, frozen=frozen))
+        assert_close(found, expected)
 
 
 def test_a_value_has_the_dtype_of_the_shard() -> None:
@@ -142,19 +142,15 @@ def test_a_value_has_the_dtype_of_the_shard() -> None:
             torch.testing.assert_close(found[name], p.grad, rtol=1e-2, atol=1e-2)
 
 
-def test_ranks_may_use_the_values_in_other_terms() -> None:
+@on_ranks(2)
+def test_ranks_may_use_the_values_in_other_terms(rank: int) -> None:
     """Every rank gathers alike. The loss of rank 1 leaves the term out, so half of it counts."""
-
-    def fn(rank: int) -> dict[str, Tensor]:
-        model = sharded()
-        with fsdp.full_parameters(model):
-            (penalty(model) * (rank == 0)).backward()
-        return {name: fsdp.full_tensor(p.grad) for name, p in model.module.named_parameters()}
-
-    model = net()
-    (penalty(model) / 2).backward()
-    for found in fsdp.simulate(2, fn):
-        assert_close(found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    model, alone = sharded(), net()
+    (penalty(alone) / 2).backward()
+    with fsdp.full_parameters(model):
+        (penalty(model) * (rank == 0)).backward()
+    found = {name: fsdp.full_tensor(p.grad) for name, p in model.module.named_parameters()}
+    assert_close(found, {name: p.grad for name, p in alone.named_parameters()})
 
 
 def test_a_rank_that_uses_no_value_is_named() -> None:
@@ -171,17 +167,13 @@ def test_a_rank_that_uses_no_value_is_named() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_autograd_values_are_full_and_have_no_graph(mode: Any) -> None:
-    wanted = penalty(net()).detach()
-
-    def fn(rank: int) -> None:
-        model = sharded()
-        with fsdp.full_parameters(model):
-            with mode():
-                assert (penalty(model) - wanted).abs() < 1e-6 and not penalty(model).requires_grad
-            assert (penalty(model).detach() - wanted).abs() < 1e-6 and penalty(model).requires_grad
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_without_autograd_values_are_full_and_have_no_graph(rank: int, mode: Any) -> None:
+    wanted, model = penalty(net()).detach(), sharded()
+    with fsdp.full_parameters(model):
+        with mode():
+            assert (penalty(model) - wanted).abs() < 1e-6 and not penalty(model).requires_grad
+        assert (penalty(model).detach() - wanted).abs() < 1e-6 and penalty(model).requires_grad
 
 
 @on_ranks(2)

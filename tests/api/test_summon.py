@@ -40,29 +40,25 @@ class TestSummon:
         assert is_at_rest(model)
 
     @pytest.mark.parametrize("writeback", [True, False])
-    def test_changes_are_kept_only_when_asked(self, writeback: bool) -> None:
-        def fn(rank: int) -> dict[str, Tensor]:
-            model = wrap(CASES["tied"])
-            with fsdp.summon_full_params(model, writeback=writeback), torch.no_grad():
-                for p in model.parameters():
-                    p.add_(1)
-            return fsdp.full_state_dict(model, rank0_only=False)
-
+    @on_ranks(3)
+    def test_changes_are_kept_only_when_asked(self, rank: int, writeback: bool) -> None:
+        model = wrap(CASES["tied"])
+        with fsdp.summon_full_params(model, writeback=writeback), torch.no_grad():
+            for p in model.parameters():
+                p.add_(1)
+        state = fsdp.full_state_dict(model, rank0_only=False)
         plain = CASES["tied"].model().state_dict()
-        for state in fsdp.simulate(3, fn):
-            assert_same_state(state, {name: tensor + writeback for name, tensor in plain.items()})
+        assert_same_state(state, {name: tensor + writeback for name, tensor in plain.items()})
 
-    def test_an_exception_inside_discards_the_changes(self) -> None:
-        def fn(rank: int) -> dict[str, Tensor]:
-            model = wrap(CASES["net"])
-            with pytest.raises(KeyError), fsdp.summon_full_params(model), torch.no_grad():
-                for p in model.parameters():
-                    p.zero_()
-                raise KeyError
-            return fsdp.full_state_dict(model, rank0_only=False)
-
-        for state in fsdp.simulate(2, fn):
-            assert_same_state(state, dict(make_net().state_dict()))
+    @on_ranks(2)
+    def test_an_exception_inside_discards_the_changes(self, rank: int) -> None:
+        model = wrap(CASES["net"])
+        with pytest.raises(KeyError), fsdp.summon_full_params(model), torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+            raise KeyError
+        state = fsdp.full_state_dict(model, rank0_only=False)
+        assert_same_state(state, dict(make_net().state_dict()))
 
     def test_each_rank_keeps_its_own_part_of_what_it_wrote(self) -> None:
         def fn(rank: int) -> Tensor:
@@ -75,22 +71,15 @@ class TestSummon:
         assert weight is not None
         assert weight.tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
 
-    def test_a_forward_inside_does_not_communicate_and_computes_with_what_is_seen(self) -> None:
-        def fn(rank: int) -> Tensor:
-            model = wrap(CASES["net"])
-            with fsdp.summon_full_params(model, writeback=False), torch.no_grad():
-                for p in model.parameters():
-                    p.add_(1)
-                before = len(world_log())
-                output = model(X)
-                assert len(world_log()) == before
-            return output
-
-        plain = make_net()
-        with torch.no_grad():
-            for p in plain.parameters():
+    @on_ranks(2)
+    def test_a_forward_inside_does_not_communicate_and_computes_with_what_is_seen(self, rank: int) -> None:
+        plain, model = make_net(), wrap(CASES["net"])
+        with fsdp.summon_full_params(model, writeback=False), torch.no_grad():
+            for p in (*plain.parameters(), *model.parameters()):
                 p.add_(1)
-        assert all(torch.allclose(output, plain(X), rtol=1e-6) for output in fsdp.simulate(2, fn))
+            before = len(world_log())
+            assert torch.allclose(model(X), plain(X), rtol=1e-6)
+            assert len(world_log()) == before
 
     @on_ranks(2)
     def test_gradients_are_set_aside_and_come_back(self, rank: int) -> None:

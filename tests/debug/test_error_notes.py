@@ -1,5 +1,6 @@
 """What an error is told on its way out: the unit and its state, once, on the very object; and the story, if it is ours."""
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, Final
@@ -76,28 +77,38 @@ def while_lent(ask: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
     return asks
 
 
-def test_in_the_forward_of_an_inner_unit() -> None:
-    error = Mine()
-    note = fails(lambda model: [model.blocks[1].up.register_forward_hook(raising(error))], error)
-    assert note == f"{MARK} 'blocks.1', FORWARD, parameters UNSHARDED, on rank 0 of 1"
+PLACES: Final[dict[str, tuple[type[BaseException], Callable[[Any], Callable[..., Any]], str]]] = {
+    "the forward of an inner unit": (
+        Mine,
+        lambda model: model.blocks[1].up.register_forward_hook,
+        "'blocks.1', FORWARD, parameters UNSHARDED, on rank 0 of 1",
+    ),
+    "between units": (
+        Mine,
+        lambda model: model.leave.register_forward_pre_hook,
+        "'Net', FORWARD, parameters UNSHARDED, on rank 0 of 1",
+    ),
+    "what no hook sees": (
+        Stop,
+        lambda model: model.blocks[1].up.register_forward_hook,
+        "'blocks.1', FORWARD, parameters UNSHARDED, on rank 0 of 1",
+    ),
+    "a node of the backward": (
+        Mine,
+        lambda model: model.blocks[1].up.register_full_backward_hook,
+        "'blocks.1', BACKWARD_PRE, parameters UNSHARDED, on rank 0 of 1",
+    ),
+    # it sees the reduced gradient, at the end of the whole backward
+    "a hook on a parameter": (Mine, lambda model: model.blocks[1].up.weight.register_hook, "'Net', .*"),
+}
 
 
-def test_between_units() -> None:
-    error = Mine()
-    note = fails(lambda model: [model.leave.register_forward_pre_hook(raising(error))], error)
-    assert note == f"{MARK} 'Net', FORWARD, parameters UNSHARDED, on rank 0 of 1"
-
-
-def test_what_no_hook_sees() -> None:
-    error = Stop()
-    note = fails(lambda model: [model.blocks[1].up.register_forward_hook(raising(error))], error)
-    assert note == f"{MARK} 'blocks.1', FORWARD, parameters UNSHARDED, on rank 0 of 1"
-
-
-def test_in_a_node_of_the_backward() -> None:
-    error = Mine()
-    note = fails(lambda model: [model.blocks[1].up.register_full_backward_hook(raising(error))], error)
-    assert note == f"{MARK} 'blocks.1', BACKWARD_PRE, parameters UNSHARDED, on rank 0 of 1"
+@pytest.mark.parametrize("place", PLACES)
+def test_the_note_of_what_a_hook_raises_names_the_place(place: str) -> None:
+    kind, registers, where = PLACES[place]
+    error = kind()
+    note = fails(lambda model: [registers(model)(raising(error))], error)
+    assert re.fullmatch(f"{re.escape(MARK)} {where}", note, re.DOTALL)
 
 
 def test_in_a_node_that_python_never_saw_fail() -> None:
@@ -114,13 +125,6 @@ def test_in_a_node_that_python_never_saw_fail() -> None:
 
     note = fails(mismatch, RuntimeError)
     assert note.startswith(f"{MARK} 'blocks.") and note.endswith("on rank 1 of 2")
-
-
-def test_in_a_hook_on_a_parameter() -> None:
-    error = Mine()
-    note = fails(lambda model: [model.blocks[1].up.weight.register_hook(raising(error))], error)
-    # it sees the reduced gradient, at the end of the whole backward
-    assert note.startswith(f"{MARK} 'Net', ")
 
 
 def test_in_a_recompute() -> None:

@@ -8,10 +8,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp
-from tests.support.models import CASES, OPTIONS, Block, Case, make_net, step
+from tests.support.models import CASES, OPTIONS, Block, Case, Operations, make_net, step
 from tests.support.ranks import on_ranks
 
 
@@ -105,22 +104,13 @@ def test_buffers_are_copied_and_parameters_of_ignored_modules_averaged(rank: int
 
 @on_ranks(2)
 def test_an_update_is_one_foreach_call_and_communicates_nothing(rank: int) -> None:
-    class Calls(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.made: list[str] = []
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.made.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     model = fsdp.fully_shard(make_net().requires_grad_(True), auto_wrap_policy={Block})
     ema = fsdp.EMA(model, 0.9)
     if rank:
         return  # an update that communicated would wait for this rank for ever
-    with Calls() as calls:
+    with Operations() as called:
         ema.update()
-    computing = [name for name in calls.made if "detach" not in name]
+    computing = [name for name in called.names if "detach" not in name]
     assert computing == ["aten._foreach_lerp_.Scalar", "aten.copy_.default", "aten.copy_.default"], "and two buffers"
 
 

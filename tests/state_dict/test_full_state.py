@@ -15,13 +15,9 @@ X = torch.linspace(-1, 1, 12).view(2, 6)
 class TestFullStateDict:
     @STATEFUL
     @pytest.mark.parametrize("size", [1, 3])
-    def test_it_is_the_plain_modules(self, case: Case, size: int) -> None:
-        for state in fsdp.simulate(size, lambda rank: fsdp.full_state_dict(wrap(case), rank0_only=False)):
-            assert_same_state(state, dict(case.model().state_dict()))
-
-    def test_a_plain_module_can_load_it(self) -> None:
-        state = fsdp.simulate(2, lambda rank: fsdp.full_state_dict(wrap(CASES["tied"]), rank0_only=False))[0]
-        CASES["tied"].make().load_state_dict(state)
+    @on_ranks("size")
+    def test_it_is_the_plain_modules(self, rank: int, case: Case, size: int) -> None:
+        assert_same_state(fsdp.full_state_dict(wrap(case), rank0_only=False), dict(case.model().state_dict()))
 
     @on_ranks(2)
     def test_it_is_a_copy(self, rank: int) -> None:
@@ -70,16 +66,12 @@ class TestFullStateDict:
 class TestIterFullParams:
     @STATEFUL
     @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
-    def test_it_streams_every_parameter_once(self, case: Case, bucket_bytes: int) -> None:
-        def fn(rank: int) -> dict[str, Tensor]:
-            found = [(n, t.clone()) for n, t in fsdp.iter_full_params(wrap(case), bucket_bytes=bucket_bytes)]
-            assert len(found) == len(dict(found))
-            return dict(found)
-
-        for found in fsdp.simulate(3, fn):
-            wanted = {name: p.detach() for name, p in case.model().named_parameters()}
-            assert_same_state({name: found[name] for name in wanted}, wanted)
-            assert len(found) == len(wanted)
+    @on_ranks(3)
+    def test_it_streams_every_parameter_once(self, rank: int, case: Case, bucket_bytes: int) -> None:
+        streamed = [(n, t.clone()) for n, t in fsdp.iter_full_params(wrap(case), bucket_bytes=bucket_bytes)]
+        found, wanted = dict(streamed), {name: p.detach() for name, p in case.model().named_parameters()}
+        assert_same_state({name: found[name] for name in wanted}, wanted)
+        assert len(streamed) == len(found) == len(wanted)
 
     @on_ranks(2)
     def test_parameters_of_ignored_modules_come_along_in_the_dtype_asked_for(self, rank: int) -> None:
@@ -123,16 +115,6 @@ class TestLoading:
         for state in fsdp.simulate(loading, load):
             assert_same_state(state, shifted(case))
 
-    @STATEFUL
-    def test_rank_0_alone_may_have_it(self, case: Case) -> None:
-        def fn(rank: int) -> dict[str, Tensor]:
-            model = wrap(case)
-            fsdp.load_full_state_dict(model, shifted(case) if rank == 0 else None)
-            return fsdp.full_state_dict(model, rank0_only=False)
-
-        for state in fsdp.simulate(3, fn):
-            assert_same_state(state, shifted(case))
-
     @on_ranks(2)
     def test_rank_0_must_have_it(self, rank: int) -> None:
         model = wrap(CASES["net"])
@@ -151,16 +133,13 @@ class TestLoading:
         assert_same_state(weights_of(model), before)
 
     @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-    def test_the_next_forward_computes_with_what_was_loaded(self, strategy: str) -> None:
-        def fn(rank: int) -> Tensor:
-            model = wrap(CASES["net"], sharding_strategy=strategy)
-            model(X)
-            fsdp.load_full_state_dict(model, shifted(CASES["net"]))
-            return model(X).detach()
-
-        plain = make_net()
+    @on_ranks(2)
+    def test_the_next_forward_computes_with_what_was_loaded(self, rank: int, strategy: str) -> None:
+        plain, model = make_net(), wrap(CASES["net"], sharding_strategy=strategy)
         plain.load_state_dict(shifted(CASES["net"]))
-        assert all(torch.allclose(output, plain(X), rtol=1e-6) for output in fsdp.simulate(2, fn))
+        model(X)
+        fsdp.load_full_state_dict(model, shifted(CASES["net"]))
+        assert torch.allclose(model(X), plain(X), rtol=1e-6)
 
     @on_ranks(2)
     def test_it_may_not_happen_inside_a_summon(self, rank: int) -> None:

@@ -18,15 +18,14 @@ NET = CASES["net"]
 
 @STATEFUL
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_what_full_state_dict_returns_can_be_loaded_as_it_is(case: Case, size: int) -> None:
-    def fn(rank: int) -> dict[str, Tensor]:
-        model, other = wrap(case), wrap(case)
-        fsdp.load_full_state_dict(model, shifted(case))
-        assert fsdp.load_full_state_dict(other, fsdp.full_state_dict(model)) == ([], [])
-        return fsdp.full_state_dict(other, rank0_only=False)
-
-    for state in fsdp.simulate(size, fn):
-        assert_same_state(state, shifted(case))
+@on_ranks("size")
+def test_what_full_state_dict_returns_can_be_loaded_as_it_is(rank: int, case: Case, size: int) -> None:
+    """Other ranks than 0 have an empty one. They may have none as well."""
+    model, other = wrap(case), wrap(case)
+    fsdp.load_full_state_dict(model, shifted(case) if rank == 0 else None)
+    assert fsdp.load_full_state_dict(other, fsdp.full_state_dict(model)) == ([], [])
+    state = fsdp.full_state_dict(other, rank0_only=False)
+    assert_same_state(state, shifted(case))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -51,16 +50,14 @@ LOADS: dict[str, Callable[[nn.Module, Any], object]] = {
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(("given", "said"), [({}, "an empty state dict"), (None, "None")])
-def test_rank_0_must_give_it(load: str, given: Any, said: str) -> None:
-    def fn(rank: int) -> None:
-        model = wrap(NET)
-        before = weights_of(model)
-        text = f"{load.partition(',')[0]}: rank 0 gives {said}; it must give the full one. Other ranks may give None"
-        with pytest.raises(fsdp.ShardingError, match=text):
-            LOADS[load](model, given)
-        assert_same_state(weights_of(model), before)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_rank_0_must_give_it(rank: int, load: str, given: Any, said: str) -> None:
+    model = wrap(NET)
+    before = weights_of(model)
+    text = f"{load.partition(',')[0]}: rank 0 gives {said}; it must give the full one. Other ranks may give None"
+    with pytest.raises(fsdp.ShardingError, match=text):
+        LOADS[load](model, given)
+    assert_same_state(weights_of(model), before)
 
 
 def changed(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -75,20 +72,15 @@ UNEXPECTED = ["more.0", "z"]
 
 @pytest.mark.parametrize("other_ranks", ["give it too", "give {}", "give None"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_names_are_left_out_and_returned_as_torch_returns_them(other_ranks: str, strategy: str) -> None:
-    plain = make_net()
+@on_ranks(3)
+def test_names_are_left_out_and_returned_as_torch_returns_them(rank: int, other_ranks: str, strategy: str) -> None:
+    plain, model = make_net(), wrap(NET, sharding_strategy=strategy)
     wanted = plain.load_state_dict(changed(shifted(NET)), strict=False)
-
-    def fn(rank: int) -> tuple[Any, dict[str, Any]]:
-        model = wrap(NET, sharding_strategy=strategy)
-        given = {"give it too": changed(shifted(NET)), "give {}": {}, "give None": None}
-        state = given["give it too" if rank == 0 else other_ranks]
-        return fsdp.load_full_state_dict(model, state, strict=False), fsdp.full_state_dict(model, rank0_only=False)
-
-    for keys, state in fsdp.simulate(3, fn):
-        assert sorted(keys.missing_keys) == sorted(wanted.missing_keys) == sorted(MISSING)
-        assert keys.unexpected_keys == sorted(wanted.unexpected_keys) == UNEXPECTED
-        assert_same_state(state, dict(plain.state_dict()))
+    given = {"give it too": changed(shifted(NET)), "give {}": {}, "give None": None}
+    keys = fsdp.load_full_state_dict(model, given["give it too" if rank == 0 else other_ranks], strict=False)
+    assert sorted(keys.missing_keys) == sorted(wanted.missing_keys) == sorted(MISSING)
+    assert keys.unexpected_keys == sorted(wanted.unexpected_keys) == UNEXPECTED
+    assert_same_state(fsdp.full_state_dict(model, rank0_only=False), dict(plain.state_dict()))
 
 
 @on_ranks(2)
@@ -129,8 +121,7 @@ def test_ranks_that_leave_out_different_names_are_refused(rank: int) -> None:
 @pytest.mark.parametrize("wrapped", [True, False])
 @on_ranks(2)
 def test_load_state_dict_of_the_model_does_the_same(rank: int, wrapped: bool) -> None:
-    net = make_net()
-    model = fsdp.FullyShardedDataParallel(net) if wrapped else fsdp.fully_shard(net)
+    model = wrap(NET, in_place=not wrapped)
     before = weights_of(model)
     with pytest.raises(fsdp.StateMismatch, match=r"Unexpected key\(s\): \['more.0', 'z'\]. .* or strict=False to leave these"):
         model.load_state_dict(changed(shifted(NET)))

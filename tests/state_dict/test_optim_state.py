@@ -180,15 +180,12 @@ def test_what_does_not_fit_is_named_on_every_rank_and_nothing_is_loaded(change: 
     fsdp.simulate(4, fn)
 
 
-def test_groups_that_differ_are_named() -> None:
-    saved = saved_by(1, CASES["net"], in_groups)
-
-    def fn(rank: int) -> None:
-        model = wrap(CASES["net"])
-        with pytest.raises(fsdp.ShardingError, match="the state dict has groups of other parameters"):
-            fsdp.load_full_optim_state_dict(model, torch.optim.AdamW(model.parameters()), saved)
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_groups_that_differ_are_named(rank: int) -> None:
+    model, optimizer = trained(CASES["net"], rank, in_groups)
+    saved = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+    with pytest.raises(fsdp.ShardingError, match="the state dict has groups of other parameters"):
+        fsdp.load_full_optim_state_dict(model, torch.optim.AdamW(model.parameters()), saved)
 
 
 @on_ranks(1)

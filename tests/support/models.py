@@ -7,6 +7,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.futures import Future
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp
 from fsdp.comm.simulated import Call, current_rank
@@ -304,6 +306,25 @@ def assert_trained_alike(found: Trained, wanted: Trained, within: float = 1e-6) 
     for one, other in zip(found.gradients, wanted.gradients, strict=True):
         assert_close(one, other, within)
     assert_close({**found.weights}, {**wanted.weights}, within)
+
+
+def promised(value: Any) -> Future[Any]:
+    """What a communication hook returns that is done."""
+    promise: Future[Any] = Future()
+    promise.set_result(value)
+    return promise
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations that are dispatched inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def world_log(kind: str | None = None) -> list[Call]:

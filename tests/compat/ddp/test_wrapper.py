@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Join
 import fsdp
 from fsdp.compat import apex, ddp
 from fsdp.compat.ddp.arguments import ABSENT
+from tests.support.models import promised
 from tests.support.ranks import on_ranks
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -201,20 +202,18 @@ def test_gradients_accumulate_on_this_rank_under_no_sync() -> None:
         assert torch.equal(local, torch.full((1, 2), rank + 1.0)) and torch.equal(averaged, torch.full((1, 2), 3.0))
 
 
-def test_the_switches_of_the_peers_are_no_sync_too() -> None:
-    def one_rank(rank: int) -> tuple[Tensor, Tensor]:
-        torchs, apexs = ddp.DistributedDataParallel(nn.Linear(1, 1)), apex.DistributedDataParallel(nn.Linear(1, 1))
-        x = torch.full((1, 1), float(rank))
-        torchs.require_backward_grad_sync = False
-        apexs.disable_allreduce()
-        torchs(x).sum().backward(), apexs(x).sum().backward()
-        torchs.require_backward_grad_sync = True
-        apexs.enable_allreduce()
-        torchs(x).sum().backward(), apexs(x).sum().backward()
-        return torchs.module.weight.grad, apexs.module.weight.grad
-
-    for found in fsdp.simulate(2, one_rank):
-        assert [gradient.item() for gradient in found] == [1.0, 1.0]
+@on_ranks(2)
+def test_the_switches_of_the_peers_are_no_sync_too(rank: int) -> None:
+    torchs, apexs = ddp.DistributedDataParallel(nn.Linear(1, 1)), apex.DistributedDataParallel(nn.Linear(1, 1))
+    x = torch.full((1, 1), float(rank))
+    torchs.require_backward_grad_sync = False
+    apexs.disable_allreduce()
+    torchs(x).sum().backward(), apexs(x).sum().backward()
+    torchs.require_backward_grad_sync = True
+    apexs.enable_allreduce()
+    torchs(x).sum().backward(), apexs(x).sum().backward()
+    found = torchs.module.weight.grad, apexs.module.weight.grad
+    assert [gradient.item() for gradient in found] == [1.0, 1.0]
 
 
 @on_ranks(2)
@@ -230,6 +229,7 @@ def test_an_unchanged_loop_trains_with_uneven_batches_inside_join(divides_by_all
     counts = (3, 1, 0, 2)
 
     def one_rank(rank: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        torch.manual_seed(0)
         model = ddp.DistributedDataParallel(nn.Linear(3, 1))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         with model.join(divide_by_initial_world_size=divides_by_all):
@@ -241,7 +241,6 @@ def test_an_unchanged_loop_trains_with_uneven_batches_inside_join(divides_by_all
 
     torch.manual_seed(0)
     plain = nn.Linear(3, 1)
-    start = {name: value.clone() for name, value in plain.state_dict().items()}
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
     for number in range(max(counts)):
         ranks = [rank for rank, count in enumerate(counts) if count > number]
@@ -249,15 +248,9 @@ def test_an_unchanged_loop_trains_with_uneven_batches_inside_join(divides_by_all
         for rank in ranks:
             (plain(batch(rank, number)).square().mean() / (4 if divides_by_all else len(ranks))).backward()
         optimizer.step()
-    del start
 
-    def seeded(rank: int) -> Any:
-        torch.manual_seed(0)
-        return one_rank(rank)
-
-    for state, optimizer_state in fsdp.simulate(4, seeded):
-        for name, value in plain.state_dict().items():
-            torch.testing.assert_close(state[name], value)
+    for state, optimizer_state in fsdp.simulate(4, one_rank):
+        torch.testing.assert_close(state, dict(plain.state_dict()))
         for mine, theirs in zip(optimizer_state["state"].values(), optimizer.state_dict()["state"].values(), strict=True):
             torch.testing.assert_close(mine, theirs)
 
@@ -375,9 +368,7 @@ def test_a_communication_hook_reduces_the_buckets_inside_join_too() -> None:
 
         def hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
             seen.append(float(bucket.buffer().sum()))
-            future: torch.futures.Future[Tensor] = torch.futures.Future()
-            future.set_result(torch.full_like(bucket.buffer(), 5.0))
-            return future
+            return promised(torch.full_like(bucket.buffer(), 5.0))
 
         model.register_comm_hook(None, hook)
         with model.join():
@@ -424,9 +415,7 @@ def test_a_wrong_communication_hook_is_refused_with_the_types_and_words_of_ddp(r
 @on_ranks(1)
 def test_torchs_annotated_hooks_are_accepted(rank: int) -> None:
     def quoted(state: object, bucket: "fsdp.GradBucket") -> "torch.futures.Future[Tensor]":
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
+        return promised(bucket.buffer())
 
     class Callable:
         """A hook that is an object."""

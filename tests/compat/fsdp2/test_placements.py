@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp
 from fsdp.runtime.registry import unit_ref_of
+from tests.api.test_comm_hooks import average
 from tests.support.processes import results_of
 from tests.support.ranks import on_ranks, refused_everywhere
 
@@ -86,20 +86,16 @@ def hooked(model: Any, ranks: list[int]) -> dict[str, Tensor]:
     return train(model, ranks)
 
 
-def by_comm_hook(model: Any) -> dict[str, Tensor]:
+def by_comm_hook(model: Any, rank: int) -> dict[str, Tensor]:
     """A communication hook sees gradients in the shapes of the full parameters."""
 
-    def average(world: int, bucket: Any) -> Any:
+    def hook(shards: int, bucket: Any) -> Any:
         shapes = [tuple(gradient.shape) for gradient in bucket.gradients()]
         assert shapes == [tuple(p.shape) for p in bucket.parameters()], shapes
-        total = bucket.buffer().clone()
-        dist.all_reduce(total)
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(total.div_(world).view(world, -1)[dist.get_rank()])
-        return future
+        return average(shards, bucket)
 
-    fsdp.register_comm_hook(model, dist.get_world_size(), average)
-    return train(model, [dist.get_rank()])
+    fsdp.register_comm_hook(model, 2, hook)
+    return train(model, [rank])
 
 
 def in_place(model: Any, ranks: list[int]) -> dict[str, Tensor]:
@@ -134,7 +130,7 @@ def test_it_trains_as_one_process(way: str) -> None:
 
 @on_ranks(2)
 def test_a_communication_hook_reduces_them(rank: int) -> None:
-    torch.testing.assert_close(by_comm_hook(sharded(net())), train(net(), BOTH))
+    torch.testing.assert_close(by_comm_hook(sharded(net()), rank), train(net(), BOTH))
 
 
 def states_and_averages(rank: int, *_: object) -> None:

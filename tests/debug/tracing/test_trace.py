@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_in
-from tests.support.models import Block, loss_of, make_net, world_log
+from tests.support.models import Block, Operations, loss_of, make_net, world_log
 from tests.support.ranks import on_ranks
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
@@ -54,16 +53,11 @@ def of_category(document: dict[str, Any], category: str) -> list[dict[str, Any]]
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_collectives_and_their_bytes_are_those_of_the_world(options: dict[str, Any]) -> None:
-    for document, calls, _ in traced(options):
+def test_collectives_are_those_of_the_world_and_the_peak_of_bytes_is_that_of_the_engine(options: dict[str, Any]) -> None:
+    for document, calls, peak in traced(options):
         found = [event["args"] for event in of_category(document, "collective")]
         assert Counter((one["collective"], one["unit"]) for one in found) == Counter((one.kind, one.label) for one in calls)
         assert sum(one["received"] for one in found) == sum(one.received for one in calls)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_the_counter_of_bytes_has_the_peak_of_the_engine(options: dict[str, Any]) -> None:
-    for document, _, peak in traced(options):
         assert max(sum(event["args"].values()) for event in of_category(document, "memory")) == peak
 
 
@@ -140,16 +134,6 @@ def test_accumulated_backwards_belong_to_one_step(rank: int) -> None:
     assert len(of_category(trace.document(), "step")) == 2
 
 
-class _Count(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @on_ranks(1)
 def test_a_trace_dispatches_no_operation_and_changes_no_gradient(rank: int) -> None:
     model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
@@ -158,13 +142,13 @@ def test_a_trace_dispatches_no_operation_and_changes_no_gradient(rank: int) -> N
         step(model)
     for is_traced in (False, True):
         model.zero_grad()
-        with _Count() as count:
+        with Operations() as called:
             if is_traced:
                 with fsdp.trace(model):
                     step(model)
             else:
                 step(model)
-        found.append((count.operations, [parameter.grad.clone() for parameter in model.parameters()]))
+        found.append((called.names, [parameter.grad.clone() for parameter in model.parameters()]))
     (plain, one), (other, two) = found
     assert plain == other and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 

@@ -16,7 +16,7 @@ from fsdp.runtime.passes import Passes
 from tests.device.test_races import BF16, HALF, STRATEGIES, Broken, batch, net, reduced_part, sgd
 from tests.support.accelerator.device import NAME, Scheduler
 from tests.support.accelerator.world import run
-from tests.support.models import ALONE, loss_of
+from tests.support.models import ALONE, loss_of, promised
 
 ON_TWO_STREAMS: Final = fsdp.ReductionPolicy(bucket_cap_mb=0.0002, streams=2)
 OPTIONS: Final[dict[str, dict[str, Any]]] = {
@@ -94,10 +94,8 @@ def model_of(strategy: str, option: str) -> tuple[nn.Module, torch.optim.Optimiz
     model = net(**options, **OPTIONS[option])
 
     def in_place(state: None, bucket: Any) -> "torch.futures.Future[Tensor]":
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
         bucket.buffer().mul_(0.5)
-        future.set_result(reduced_part(bucket, options))
-        return future
+        return promised(reduced_part(bucket, options))
 
     if option == "comm hook":
         fsdp.register_comm_hook(model, None, in_place)

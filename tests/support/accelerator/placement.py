@@ -16,7 +16,7 @@ from fsdp.runtime.registry import engines_in
 from tests.device.test_races import HALF, STRATEGIES, batch, net
 from tests.support.accelerator.device import NAME, Scheduler, counted
 from tests.support.accelerator.world import run
-from tests.support.models import loss_of
+from tests.support.models import loss_of, promised
 
 Placed = Mapping[str, Counter[str]]
 """By stream, what it was given: kernels by name, and allocations."""
@@ -109,6 +109,4 @@ def _third_step(rank: int, hooked: bool = False, **options: Any) -> Placed:
 
 def double(state: None, bucket: Any) -> "torch.futures.Future[Tensor]":
     """A comm hook that communicates nothing."""
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer()[: bucket.buffer().numel() // 2] * 2.0)
-    return future
+    return promised(bucket.buffer()[: bucket.buffer().numel() // 2] * 2.0)

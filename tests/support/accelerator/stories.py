@@ -16,7 +16,7 @@ from tests.runtime.uneven import test_races as races_of_paths
 from tests.support.accelerator import door_stories, side_streams
 from tests.support.accelerator.device import NAME, Scheduler
 from tests.support.accelerator.world import run
-from tests.support.models import Block, Net, loss_of
+from tests.support.models import Block, Net, loss_of, promised
 
 Weights = list[dict[str, Tensor]]
 """The full weights of each rank after a story, on the host."""
@@ -105,9 +105,7 @@ def remembering(**options: Any) -> None:
 
     def hook(state: None, bucket: Any) -> "torch.futures.Future[Tensor]":
         seen.append(bucket.buffer().sum())
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(races.reduced_part(bucket, options) * 1.0)
-        return future
+        return promised(races.reduced_part(bucket, options) * 1.0)
 
     fsdp.register_comm_hook(model, None, hook)
     races.train(model, fails=True)
