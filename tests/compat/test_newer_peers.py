@@ -25,6 +25,7 @@ from fsdp.compat.fsdp1.sharding import PREFETCHES, STRATEGIES
 from fsdp.compat.fsdp1.state_types import CONFIGS, FIELDS
 from fsdp.errors import ShardingError
 from fsdp.newer_peers import UNKNOWN
+from tests.support.ranks import on_ranks, refused_everywhere
 
 TORCH_FSDP1 = torch_fsdp.FullyShardedDataParallel
 DOORS: dict[str, tuple[type, Any, Callable[[nn.Module], Any]]] = {
@@ -42,14 +43,7 @@ def on_one_rank(program: Callable[[], Any]) -> Any:
 
 def refuses(program: Callable[[], Any], name: str) -> None:
     """It names what it does not know, on both ranks."""
-
-    def one_rank(rank: int) -> str:
-        with pytest.raises(ShardingError) as caught:
-            program()
-        return str(caught.value)
-
-    for text in fsdp.simulate(2, one_rank):
-        assert name in text and UNKNOWN in text
+    assert all(UNKNOWN in text for text in refused_everywhere(2, lambda rank: program(), name))
 
 
 # what is installed ------------------------------------------------------------------------
@@ -196,10 +190,7 @@ def test_a_new_argument_of_a_method_is_refused_by_name(door: str, monkeypatch: p
         on_one_rank(lambda: getattr(wrap(nn.Linear(2, 2)), name)(*given, never=3))
 
 
-@each_door
-def test_a_new_argument_of_a_static_method_is_refused_by_name(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if door != "torch_fsdp":
-        return
+def test_a_new_argument_of_a_static_method_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TORCH_FSDP1, "fsdp_modules", staticmethod(later_function(TORCH_FSDP1.fsdp_modules)))
     on_one_rank(lambda: fsdp1.FullyShardedDataParallel.fsdp_modules(nn.Linear(2, 2), later=0))  # type: ignore[call-arg]
     refuses(lambda: fsdp1.FullyShardedDataParallel.fsdp_modules(nn.Linear(2, 2), later=3), "later=3")  # type: ignore[call-arg]
@@ -281,16 +272,14 @@ def test_what_a_later_fairscale_has_is_refused_by_name(monkeypatch: pytest.Monke
     on_one_rank(program)
 
 
-def test_other_attributes_are_found_and_set_as_before() -> None:
-    def program() -> None:
-        for _, _, wrap in DOORS.values():
-            model = wrap(nn.Linear(2, 2))
-            model.mine = 3
-            assert model.mine == 3
-            with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-                _ = model.nothing
-
-    on_one_rank(program)
+@on_ranks(1)
+def test_other_attributes_are_found_and_set_as_before(rank: int) -> None:
+    for _, _, wrap in DOORS.values():
+        model = wrap(nn.Linear(2, 2))
+        model.mine = 3
+        assert model.mine == 3
+        with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+            _ = model.nothing
 
 
 # torch 2.15 -------------------------------------------------------------------------------
@@ -387,31 +376,27 @@ def test_finalize_backward_reduces_what_was_kept() -> None:
     assert all(torch.equal(found, wanted) for found, wanted in zip(one[0] + one[1], other[0] + other[1], strict=True))
 
 
-def test_storage_that_shall_be_kept_is_refused() -> None:
-    def program() -> None:
-        model = fully_shard.fully_shard(nn.Linear(2, 2))
-        model.set_keep_unsharded_storage(False)
-        with pytest.raises(ShardingError, match="set_keep_unsharded_storage: "):
-            model.set_keep_unsharded_storage(True)
-
-    on_one_rank(program)
+@on_ranks(1)
+def test_storage_that_shall_be_kept_is_refused(rank: int) -> None:
+    model = fully_shard.fully_shard(nn.Linear(2, 2))
+    model.set_keep_unsharded_storage(False)
+    with pytest.raises(ShardingError, match="set_keep_unsharded_storage: "):
+        model.set_keep_unsharded_storage(True)
 
 
-def test_ddp_finalizes_after_the_backward() -> None:
-    def program() -> None:
-        model = ddp.DistributedDataParallel(nn.Linear(2, 2))
-        assert not model.require_manual_backward_finalization and not model.should_finalize_after_backward
-        with pytest.raises(RuntimeError, match="set require_manual_backward_finalization to True first"):
-            model.finalize_backward()
-        model.require_manual_backward_finalization = True
-        assert model.require_manual_backward_finalization and model.should_finalize_after_backward
-        x = torch.ones(1, 2, requires_grad=True)
-        handle = x.register_hook(lambda _: model.finalize_backward())
-        with pytest.raises(ShardingError, match="finalize_backward"):
-            model(x).sum().backward()
-        handle.remove()
-        model(x).sum().backward()
+@on_ranks(1)
+def test_ddp_finalizes_after_the_backward(rank: int) -> None:
+    model = ddp.DistributedDataParallel(nn.Linear(2, 2))
+    assert not model.require_manual_backward_finalization and not model.should_finalize_after_backward
+    with pytest.raises(RuntimeError, match="set require_manual_backward_finalization to True first"):
         model.finalize_backward()
-        assert model.module.weight.grad is not None
-
-    on_one_rank(program)
+    model.require_manual_backward_finalization = True
+    assert model.require_manual_backward_finalization and model.should_finalize_after_backward
+    x = torch.ones(1, 2, requires_grad=True)
+    handle = x.register_hook(lambda _: model.finalize_backward())
+    with pytest.raises(ShardingError, match="finalize_backward"):
+        model(x).sum().backward()
+    handle.remove()
+    model(x).sum().backward()
+    model.finalize_backward()
+    assert model.module.weight.grad is not None

@@ -21,10 +21,14 @@ PORT = 29400
 TRACED = 10
 
 
-def main(rank: int, size: int, folder: Path, seconds: float) -> None:
+def meet(rank: int, size: int) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("h0", PORT, size, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def main(rank: int, size: int, folder: Path, seconds: float) -> None:
+    meet(rank, size)
     torch.manual_seed(0)
     blocks = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     model = fsdp.FullyShardedDataParallel(blocks, auto_wrap_policy={nn.Linear})

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp import ReductionPolicy
+from tests.support.models import is_at_rest
 
 WIDTH = 6
 LAYERS = 4
@@ -140,15 +141,8 @@ def sharded(rank: int, program: Sequence[Step], **options: Any) -> tuple[list[Se
         optimizer.zero_grad(set_to_none=not step.keeps_zeros)
     fsdp.meet(model)
     weights = fsdp.full_state_dict(model, rank0_only=False)
-    assert all(engine_is_at_rest(model)), "something is held"
+    assert is_at_rest(model), "something is held"
     return seen, {name: value.clone() for name, value in weights.items()}
-
-
-def engine_is_at_rest(model: nn.Module) -> list[bool]:
-    from fsdp.runtime.registry import engines_in
-
-    engines = engines_in(model, "test")
-    return [engine.root.at_rest and not engine.tracker.held.get("scratch", 0) for engine in engines]
 
 
 def take(model: nn.Module, one: Pass, x: Tensor, is_sharded: bool, divisor: int = 1) -> float:

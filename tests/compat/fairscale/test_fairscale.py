@@ -2,9 +2,8 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import fsdp
 from fsdp.comm.simulated import simulate
 from fsdp.compat import fairscale
 from fsdp.compat.fairscale import FullyShardedDataParallel, TrainingState, checkpoint_wrapper, get_fsdp_instances
+from tests.support.jobs import run_alone
 from tests.support.ranks import on_ranks
 
 STEPS = 3
@@ -100,8 +100,7 @@ def test_it_trains_as_the_plain_model_does(config: dict[str, Any], world_size: i
 
     for state in simulate(world_size, one_rank):
         assert list(state) == list(expected)
-        for name, value in expected.items():
-            torch.testing.assert_close(state[name], value)
+        torch.testing.assert_close(state, expected)
 
 
 AROUND: dict[str, Any] = {
@@ -126,8 +125,7 @@ def test_what_is_inside_may_be_an_instance_or_partly_frozen(inside: str) -> None
     expected.first.requires_grad_(not freezes)
     train(expected, range(2), torch.optim.Adam(expected.parameters(), lr=0.05), 0.5)
     for state in simulate(2, one_rank):
-        for name, value in expected.state_dict().items():
-            torch.testing.assert_close(state[name], value)
+        torch.testing.assert_close(state, dict(expected.state_dict()))
 
 
 def test_names_and_shapes_are_fairscales() -> None:
@@ -236,8 +234,7 @@ def test_the_weight_of_another_instance_is_used_and_trained() -> None:
     train(expected, range(2), torch.optim.SGD(expected.parameters(), lr=0.05), 0.5)
     for state in simulate(2, one_rank):
         assert torch.equal(state["one.weight"], state["two.weight"])
-        for name, value in expected.state_dict().items():
-            torch.testing.assert_close(state[name], value)
+        torch.testing.assert_close(state, dict(expected.state_dict()))
 
 
 class Alone:
@@ -281,35 +278,31 @@ def test_experts_differ_between_ranks_and_clipping_over_them_is_refused() -> Non
     assert torch.equal(shared_0, shared_1) and not torch.equal(expert_0, expert_1)
 
 
-def test_an_instance_is_pickled_and_trains_with_a_new_group() -> None:
-    def one_rank(rank: int) -> dict[str, Tensor]:
-        model = wrapped()
-        model(batch(0, rank)).sum().backward()
-        again = pickle.loads(pickle.dumps(model))
-        assert again.process_group == "MISSING"
-        with pytest.raises(fsdp.ShardingError, match="made or unpickled without a process group that communicates"):
-            again(batch(0, rank))
-        for one in get_fsdp_instances(again):
-            one.process_group = one.process_group_reduce_scatter = model.process_group
-        train(again, [rank], torch.optim.Adam(again.parameters(), lr=0.05), 1)
-        return dict(again.state_dict())
-
-    for state in simulate(2, one_rank):
-        torch.testing.assert_close(state, dict(plain(2)[0].state_dict()))
+@on_ranks(2)
+def test_an_instance_is_pickled_and_trains_with_a_new_group(rank: int) -> None:
+    model = wrapped()
+    model(batch(0, rank)).sum().backward()
+    again = pickle.loads(pickle.dumps(model))
+    assert again.process_group == "MISSING"
+    with pytest.raises(fsdp.ShardingError, match="made or unpickled without a process group that communicates"):
+        again(batch(0, rank))
+    for one in get_fsdp_instances(again):
+        one.process_group = one.process_group_reduce_scatter = model.process_group
+    train(again, [rank], torch.optim.Adam(again.parameters(), lr=0.05), 1)
+    state = dict(again.state_dict())
+    torch.testing.assert_close(state, dict(plain(2)[0].state_dict()))
 
 
-def test_an_instance_without_a_group_has_its_shard_and_trains_once_it_has_one() -> None:
-    def one_rank(rank: int) -> dict[str, Tensor]:
-        group = NoGroup(rank)
-        model = wrapped(process_group=group, process_group_reduce_scatter=group)
-        assert sum(p.numel() for p in model.parameters()) == 12 + 24 + 24
-        for one in get_fsdp_instances(model):
-            one.process_group = fairscale.get_process_group_cached()
-        train(model, [rank], torch.optim.Adam(model.parameters(), lr=0.05), 1)
-        return dict(model.state_dict())
-
-    for state in simulate(2, one_rank):
-        torch.testing.assert_close(state, dict(plain(2)[0].state_dict()))
+@on_ranks(2)
+def test_an_instance_without_a_group_has_its_shard_and_trains_once_it_has_one(rank: int) -> None:
+    group = NoGroup(rank)
+    model = wrapped(process_group=group, process_group_reduce_scatter=group)
+    assert sum(p.numel() for p in model.parameters()) == 12 + 24 + 24
+    for one in get_fsdp_instances(model):
+        one.process_group = fairscale.get_process_group_cached()
+    train(model, [rank], torch.optim.Adam(model.parameters(), lr=0.05), 1)
+    state = dict(model.state_dict())
+    torch.testing.assert_close(state, dict(plain(2)[0].state_dict()))
 
 
 def test_mixed_precision_casts_inputs_of_the_root_to_fp16_and_buffers() -> None:
@@ -431,23 +424,21 @@ def test_an_lstm_trains() -> None:
             torch.testing.assert_close(value, expected.state_dict()[name])
 
 
-def test_divide_factors_of_all_instances() -> None:
-    def one_rank(rank: int) -> Tensor:
-        model = wrapped()
-        inner = get_fsdp_instances(model)[1]
-        for one, recursive in ((inner, True), (model, False)):
-            with pytest.raises(fsdp.ShardingError, match="call it on the outermost one with recursive=True"):
-                one.set_gradient_divide_factors(1.0, 2.0, recursive)
-        model.set_gradient_divide_factors(1.0, 1.0, True)
-        model(batch(0, 0)).sum().backward()
-        summed = next(model.parameters()).grad.clone()
-        model.zero_grad()
-        model.set_gradient_divide_factors(2.0, 4.0, True)
-        model(batch(0, 0)).sum().backward()
-        torch.testing.assert_close(next(model.parameters()).grad * 8, summed)
-        return summed
-
-    simulate(2, one_rank)
+@on_ranks(2)
+def test_divide_factors_of_all_instances(rank: int) -> None:
+    model = wrapped()
+    inner = get_fsdp_instances(model)[1]
+    for one, recursive in ((inner, True), (model, False)):
+        with pytest.raises(fsdp.ShardingError, match="call it on the outermost one with recursive=True"):
+            one.set_gradient_divide_factors(1.0, 2.0, recursive)
+    model.set_gradient_divide_factors(1.0, 1.0, True)
+    model(batch(0, 0)).sum().backward()
+    summed = next(model.parameters()).grad.clone()
+    model.zero_grad()
+    model.set_gradient_divide_factors(2.0, 4.0, True)
+    model(batch(0, 0)).sum().backward()
+    torch.testing.assert_close(next(model.parameters()).grad * 8, summed)
+    return summed
 
 
 @on_ranks(2)
@@ -541,10 +532,13 @@ def test_a_simulated_group_has_all_ranks_or_one(rank: int) -> None:
         fairscale.get_process_group_cached(ranks=[0, 1])
 
 
-def test_nothing_imports_it_and_it_does_not_import_fairscale() -> None:
-    code = (
-        "import sys, fsdp; assert not any(n.startswith(('fsdp.compat', 'fsdp.compat.fairscale')) for n in sys.modules); "
+def test_nothing_imports_it_and_it_does_not_import_fairscale(tmp_path: Path) -> None:
+    """In a fork of a process that has imported torch and fsdp alone."""
+    script = tmp_path / "imports.py"
+    script.write_text(
+        "import sys, fsdp; assert not any(n.startswith('fsdp.compat') for n in sys.modules); "
         "import fsdp.compat.fairscale as f; assert 'fairscale' not in sys.modules; "
         "assert f.__all__ == sorted(f.__all__) and all(hasattr(f, n) for n in f.__all__)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    ended = run_alone(script, cwd=tmp_path)
+    assert ended.status == 0, ended.errors

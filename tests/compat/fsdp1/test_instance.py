@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp._runtime_utils import _reshard
 
-import fsdp
 from fsdp.comm.simulated import simulate
 from fsdp.compat.torch_fsdp import CPUOffload, FlatParameter, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from fsdp.compat.torch_fsdp import FullyShardedDataParallel as FSDP
@@ -213,36 +212,34 @@ def test_what_is_written_into_summoned_copies_of_offloaded_parameters_is_dropped
             assert kept is (writeback or in_place), (strategy, size, offloads, writeback)
 
 
-def test_params_are_vectors_over_the_parameters_with_names_and_ranges() -> None:
-    def program(rank: int) -> Tensor:
-        model = FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
-        model(batch(0, rank)).sum().backward()
-        block = model.module.blocks[0]
-        assert [part._fqns for part in block.params] == [("up.weight",), ("up.bias",), ("down.weight",), ("down.bias",)]
-        full = model.state_dict()
-        for part, parameter in zip(block.params, block.parameters(), strict=True):
-            (name,), (shape,), (info,) = part._fqns, part._shapes, part._shard_param_infos
-            assert isinstance(part, FlatParameter) and part.dim() == 1 and part.numel() == parameter.numel()
-            assert shape == full[f"blocks.0.{name}"].shape
-            assert info.in_shard == bool(part.numel())
-            if info.in_shard:
-                there = full[f"blocks.0.{name}"].flatten()[info.intra_param_start_idx : info.intra_param_end_idx + 1]
-                torch.testing.assert_close(part[: info.numel_in_shard], there)
-            if parameter.grad is None:  # it is frozen, or all of it is elsewhere
-                assert part.grad is None
-                continue
-            assert torch.equal(part.grad, parameter.grad.reshape(-1))
-            part.grad = torch.ones_like(part)
-            assert torch.equal(parameter.grad, torch.ones_like(parameter))
-            part.grad = None
-            assert parameter.grad is None
-        with torch.no_grad():
-            torch._foreach_mul_(block.params, 0.0)
-            torch._foreach_add_(block.params, 0.25)
-        return torch.cat([value.flatten() for name, value in model.state_dict().items() if name.startswith("blocks.0")])
-
-    for found in fsdp.simulate(2, program):
-        assert bool((found == 0.25).all())
+@on_ranks(2)
+def test_params_are_vectors_over_the_parameters_with_names_and_ranges(rank: int) -> None:
+    model = FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+    model(batch(0, rank)).sum().backward()
+    block = model.module.blocks[0]
+    assert [part._fqns for part in block.params] == [("up.weight",), ("up.bias",), ("down.weight",), ("down.bias",)]
+    full = model.state_dict()
+    for part, parameter in zip(block.params, block.parameters(), strict=True):
+        (name,), (shape,), (info,) = part._fqns, part._shapes, part._shard_param_infos
+        assert isinstance(part, FlatParameter) and part.dim() == 1 and part.numel() == parameter.numel()
+        assert shape == full[f"blocks.0.{name}"].shape
+        assert info.in_shard == bool(part.numel())
+        if info.in_shard:
+            there = full[f"blocks.0.{name}"].flatten()[info.intra_param_start_idx : info.intra_param_end_idx + 1]
+            torch.testing.assert_close(part[: info.numel_in_shard], there)
+        if parameter.grad is None:  # it is frozen, or all of it is elsewhere
+            assert part.grad is None
+            continue
+        assert torch.equal(part.grad, parameter.grad.reshape(-1))
+        part.grad = torch.ones_like(part)
+        assert torch.equal(parameter.grad, torch.ones_like(parameter))
+        part.grad = None
+        assert parameter.grad is None
+    with torch.no_grad():
+        torch._foreach_mul_(block.params, 0.0)
+        torch._foreach_add_(block.params, 0.25)
+    found = torch.cat([value.flatten() for name, value in model.state_dict().items() if name.startswith("blocks.0")])
+    assert bool((found == 0.25).all())
 
 
 @on_ranks(2)

@@ -83,19 +83,16 @@ def test_a_full_parameter_that_is_put_in_inside_summon_full_params_gives_its_val
         model.module[0].bias = nn.Parameter(torch.ones(5))
 
 
-def test_an_optimizer_that_has_a_parameter_whose_values_were_taken_over_is_refused() -> None:
+@on_ranks(2)
+def test_an_optimizer_that_has_a_parameter_whose_values_were_taken_over_is_refused(rank: int) -> None:
     """It would train the parameter that is not the model's any more."""
-
-    def program(rank: int) -> None:
-        model = wrapped()
-        model.module[0].weight = nn.Parameter(torch.full_like(model.module[0].weight, 2.0))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        forward(model)
-        with pytest.raises(fsdp.ShardingError, match=r"SGD has a parameter that replaced '0.weight' of unit 'Sequential'"):
-            optimizer.step()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-    fsdp.simulate(2, program)
+    model = wrapped()
+    model.module[0].weight = nn.Parameter(torch.full_like(model.module[0].weight, 2.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    forward(model)
+    with pytest.raises(fsdp.ShardingError, match=r"SGD has a parameter that replaced '0.weight' of unit 'Sequential'"):
+        optimizer.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 @pytest.mark.parametrize("use", [forward, summon, save])

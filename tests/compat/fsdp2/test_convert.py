@@ -32,30 +32,27 @@ def test_a_parameter_that_was_put_in_place_of_one_on_the_meta_device_is_refused_
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_a_dtensor_that_is_put_in_place_of_a_parameter_gives_it_its_values(device: str) -> None:
+@on_ranks(2)
+def test_a_dtensor_that_is_put_in_place_of_a_parameter_gives_it_its_values(rank: int, device: str) -> None:
     """As `init_weights` of a model may do, which computes a parameter from others. The parameter's object stays."""
-
-    def program(rank: int) -> None:
-        model = made(device)
-        scale = model[1][1].weight
-        for layer in (model[0], model[1]):
-            layer.to_empty(device="cpu")
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(0.5)
-            model[1][1].reset_running_stats()
-            model[1][1].weight = nn.Parameter(torch.linalg.norm(model[1][0].weight, dim=1) + scale)
-        assert model[1][1].weight is scale and scale.full_tensor().tolist() == [1.5] * 4
-        model[0].bias = nn.Parameter(model[0].bias.detach() * 2, requires_grad=False)
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        model(torch.ones(2, 4) * torch.tensor([[1.0], [2.0]])).square().sum().backward()
-        optimizer.step()
-        assert scale.full_tensor().tolist() != [1.5] * 4 and model[0].bias.full_tensor().tolist() == [1.0] * 4
-        model[0].bias = nn.Parameter(model[0].weight.detach())
-        with pytest.raises(fsdp.ShardingError, match=r"Linear.bias in unit .* was replaced by another parameter"):
-            model(torch.ones(2, 4))
-
-    fsdp.simulate(2, program)
+    model = made(device)
+    scale = model[1][1].weight
+    for layer in (model[0], model[1]):
+        layer.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+        model[1][1].reset_running_stats()
+        model[1][1].weight = nn.Parameter(torch.linalg.norm(model[1][0].weight, dim=1) + scale)
+    assert model[1][1].weight is scale and scale.full_tensor().tolist() == [1.5] * 4
+    model[0].bias = nn.Parameter(model[0].bias.detach() * 2, requires_grad=False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model(torch.ones(2, 4) * torch.tensor([[1.0], [2.0]])).square().sum().backward()
+    optimizer.step()
+    assert scale.full_tensor().tolist() != [1.5] * 4 and model[0].bias.full_tensor().tolist() == [1.0] * 4
+    model[0].bias = nn.Parameter(model[0].weight.detach())
+    with pytest.raises(fsdp.ShardingError, match=r"Linear.bias in unit .* was replaced by another parameter"):
+        model(torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("part", [lambda model: model, lambda model: model[0]], ids=["model", "layer"])
@@ -79,38 +76,34 @@ def test_what_is_put_in_place_of_a_parameter_brings_its_own_gradient(rank: int, 
     assert model[0].bias.grad.full_tensor().tolist() == [1.0] * 4
 
 
-def test_one_that_is_put_in_place_of_a_parameter_without_memory_gives_it_memory() -> None:
-    def program(rank: int) -> None:
-        model = made()
-        given = [made("cpu")[0].bias, made("cpu")[0].weight]
-        model[0].bias, model[0].weight = (nn.Parameter(one.detach()) for one in given)
-        assert on_meta(model) == ["1.0.weight", "1.0.bias", "1.1.weight", "1.1.bias"]
-        assert all(torch.equal(model[0].bias.full_tensor(), one.full_tensor()) for one in given[:1])
-        assert torch.equal(model[0].weight.full_tensor(), given[1].full_tensor())
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_one_that_is_put_in_place_of_a_parameter_without_memory_gives_it_memory(rank: int) -> None:
+    model = made()
+    given = [made("cpu")[0].bias, made("cpu")[0].weight]
+    model[0].bias, model[0].weight = (nn.Parameter(one.detach()) for one in given)
+    assert on_meta(model) == ["1.0.weight", "1.0.bias", "1.1.weight", "1.1.bias"]
+    assert all(torch.equal(model[0].bias.full_tensor(), one.full_tensor()) for one in given[:1])
+    assert torch.equal(model[0].weight.full_tensor(), given[1].full_tensor())
 
 
-def test_the_layers_of_a_model_on_the_meta_device_get_memory_one_by_one() -> None:
-    def program(rank: int) -> None:
-        model = made()
-        parameters = [*model.parameters()]
-        with pytest.raises(fsdp.NoMemoryYet, match=r"on meta device: \['0.weight', '0.bias'\]"):
-            model(torch.ones(2, 4))
-        model[0].to_empty(device="cpu")
-        with pytest.raises(fsdp.NoMemoryYet, match=r"on meta device: \['1.0.weight', '1.0.bias', '1.1.weight', '1.1.bias'\]"):
-            model(torch.ones(2, 4))
-        model[1][0].to_empty(device="cpu")
-        model[1][1].to_empty(device="cpu")
-        assert not on_meta(model) and all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
-        with torch.no_grad():
-            for parameter in parameters:
-                parameter.fill_(0.5)
-            model[1][1].reset_running_stats()
-        model(torch.ones(2, 4)).sum().backward()
-        assert all(parameter.grad is not None for parameter in parameters)
-
-    fsdp.simulate(2, program)
+@on_ranks(2)
+def test_the_layers_of_a_model_on_the_meta_device_get_memory_one_by_one(rank: int) -> None:
+    model = made()
+    parameters = [*model.parameters()]
+    with pytest.raises(fsdp.NoMemoryYet, match=r"on meta device: \['0.weight', '0.bias'\]"):
+        model(torch.ones(2, 4))
+    model[0].to_empty(device="cpu")
+    with pytest.raises(fsdp.NoMemoryYet, match=r"on meta device: \['1.0.weight', '1.0.bias', '1.1.weight', '1.1.bias'\]"):
+        model(torch.ones(2, 4))
+    model[1][0].to_empty(device="cpu")
+    model[1][1].to_empty(device="cpu")
+    assert not on_meta(model) and all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.fill_(0.5)
+        model[1][1].reset_running_stats()
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in parameters)
 
 
 @pytest.mark.filterwarnings("ignore:for 1.1.num_batches_tracked")  # BatchNorm adds it to a state dict that leaves it out

@@ -25,12 +25,13 @@ STEPS = 3
 
 
 class Net(nn.Module):
-    """The head shares the weight of the embedding."""
+    """An embedding tied to the head, and blocks with odd numbers of rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, 6)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 6)) for _ in range(2))
+        self.norm = nn.LayerNorm(6)
         self.head = nn.Linear(6, 7, bias=False)
         self.head.weight = self.embed.weight
 
@@ -38,7 +39,7 @@ class Net(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = x + block(x)
-        return self.head(x)
+        return self.head(self.norm(x))
 
     def loss(self, tokens: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self(tokens).flatten(0, 1), tokens.flatten())
@@ -73,17 +74,6 @@ def train(model: Any, ranks: list[int], before: Callable[[Any, int], object] = l
     if not isinstance(model, FSDPModule):
         return [p.detach() for p in model.parameters()]
     return [fsdp.full_tensor(p).detach() for p in model.parameters()]
-
-
-def check(before: Callable[[Any, int], object]) -> None:
-    """Training with `before` called before each step ends in the weights of a single process."""
-    expected = train(net(), [0, 1])
-    for found in fsdp.simulate(2, lambda rank: train(sharded(), [rank], before)):
-        torch.testing.assert_close(found, expected)
-
-
-def test_a_list_of_modules_with_a_tied_weight_trains_as_in_a_single_process() -> None:
-    check(lambda model, step: None)
 
 
 def test_a_list_of_modules_is_one_unit() -> None:
@@ -142,9 +132,15 @@ def prefetch(model: Any, step: int) -> None:
     model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
 
 
-@pytest.mark.parametrize("before", [toggle_everything, unshard_ahead, prefetch], ids=["setters", "unshard", "prefetch"])
-def test_training_ends_in_the_same_weights_with(before: Callable[[Any, int], object]) -> None:
-    check(before)
+def nothing(model: Any, step: int) -> None:
+    """A list of modules with a tied weight, and no calls."""
+
+
+@pytest.mark.parametrize("before", [nothing, toggle_everything, unshard_ahead, prefetch])
+def test_training_ends_in_the_weights_of_a_single_process_whatever_is_called_before_a_step(before: Any) -> None:
+    expected = train(net(), [0, 1])
+    for found in fsdp.simulate(2, lambda rank: train(sharded(), [rank], before)):
+        torch.testing.assert_close(found, expected)
 
 
 @on_ranks(2)
@@ -216,34 +212,25 @@ def test_data_that_is_assigned_to_a_dtensor_is_refused_once_and_changes_nothing(
     assert model.loss(tokens_of(0, rank)).item() != wanted
 
 
-def test_gradients_are_kept_until_they_are_to_be_synchronised() -> None:
+WAITS: dict[str, Callable[[], Any]] = {
+    "set_requires_gradient_sync": sharded,
+    "set_requires_all_reduce": lambda: fully_shard(net(), mesh=init_device_mesh("cpu", (2, 1))),
+}
+
+
+@pytest.mark.parametrize("switch", WAITS)
+def test_a_reduction_can_wait_for_the_next_backward(switch: str) -> None:
     def program(rank: int) -> list[Tensor]:
-        model = sharded()
-        model.set_requires_gradient_sync(False)
-        model.loss(tokens_of(0, rank)).backward()
-        model.set_requires_gradient_sync(True)
-        model.loss(tokens_of(1, rank)).backward()
+        model = WAITS[switch]()
+        for step in (0, 1):
+            getattr(model, switch)(step == 1)
+            model.loss(tokens_of(step, rank)).backward()
         return [fsdp.full_tensor(p.grad) for p in model.parameters()]
 
     plain = net()
     torch.stack([plain.loss(tokens_of(step, rank)) for step in (0, 1) for rank in (0, 1)]).sum().div(2).backward()
     for found in fsdp.simulate(2, program):
         torch.testing.assert_close(found, [p.grad for p in plain.parameters()])
-
-
-def test_all_reduce_over_replicas_can_wait() -> None:
-    def program(rank: int) -> list[Tensor]:
-        model: Any = fully_shard(net(), mesh=init_device_mesh("cpu", (2, 1)))
-        model.set_requires_all_reduce(False)
-        model.loss(tokens_of(0, rank)).backward()
-        model.set_requires_all_reduce(True)
-        model.loss(tokens_of(1, rank)).backward()
-        return [p.grad.full_tensor() for p in model.parameters()]
-
-    found = fsdp.simulate(2, program)
-    plain = net()
-    torch.stack([plain.loss(tokens_of(step, rank)) for step in (0, 1) for rank in (0, 1)]).sum().div(2).backward()
-    torch.testing.assert_close(found[0], [p.grad for p in plain.parameters()])
 
 
 def test_the_factor_of_division_is_that_of_all_units() -> None:
@@ -440,14 +427,19 @@ def test_a_parameter_that_is_not_contiguous_is_refused_on_every_rank(rank: int) 
 # the page ------------------------------------------------------------------------------
 
 
+METHODS = [
+    name
+    for name, one in vars(torch_fsdp.FSDPModule).items()
+    if inspect.isfunction(one) and not name.startswith("__") and name not in ("_apply", "_get_fsdp_state")
+]
+
+
 def names_of_torch() -> list[str]:
     """Every name of FSDP2, every argument of its functions, and every method of FSDPModule."""
     names = list(torch_fsdp._fully_shard.__all__)
     for function in (torch_fsdp.fully_shard, torch_fsdp.register_fsdp_forward_method, torch_fsdp.share_comm_ctx):
         names += inspect.signature(function).parameters
-    methods = [name for name, one in vars(torch_fsdp.FSDPModule).items() if inspect.isfunction(one)]
-    names += [name for name in methods if not name.startswith("__") and name not in ("_apply", "_get_fsdp_state")]
-    return names
+    return names + METHODS
 
 
 NOT_YET = {"GradientReductionHandle"} - {*torch_fsdp._fully_shard.__all__}
@@ -482,18 +474,11 @@ def test_the_page_has_a_row_for_every_name_of_fsdp2() -> None:
 
 
 @describes_this_torch
-@pytest.mark.parametrize("name", ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"])
-def test_arguments_have_torchs_names(name: str) -> None:
-    theirs, ours = (inspect.signature(getattr(one, name)).parameters for one in (torch_fsdp, api))
-    assert list(ours) == list(theirs)
-    assert [one.kind for one in ours.values()] == [one.kind for one in theirs.values()]
-
-
-@describes_this_torch
-@pytest.mark.parametrize("name", [name for name in names_of_torch() if hasattr(torch_fsdp.FSDPModule, name)])
-def test_methods_take_torchs_arguments(name: str) -> None:
-    theirs, ours = (inspect.signature(getattr(one, name)).parameters for one in (torch_fsdp.FSDPModule, FSDPModule))
-    assert {key: one.kind for key, one in ours.items()} == {key: one.kind for key, one in theirs.items()}
+@pytest.mark.parametrize("name", ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx", *METHODS])
+def test_functions_and_methods_have_torchs_arguments(name: str) -> None:
+    owners = (torch_fsdp.FSDPModule, FSDPModule) if name in METHODS else (torch_fsdp, api)
+    theirs, ours = (inspect.signature(getattr(one, name)).parameters for one in owners)
+    assert [(key, one.kind) for key, one in ours.items()] == [(key, one.kind) for key, one in theirs.items()]
 
 
 def test_the_policies_are_torchs_own() -> None:

@@ -23,27 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp
 from fsdp.compat import fully_shard as ours
 from fsdp.runtime.registry import unit_ref_of
+from tests.compat.fsdp2.test_fully_shard import Net
 from tests.support.processes import results_of
 
 FULL = StateDictOptions(full_state_dict=True)
-
-
-class Net(nn.Module):
-    """An embedding tied to the head, and blocks with odd numbers of rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 6)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 6)) for _ in range(2))
-        self.norm = nn.LayerNorm(6)
-        self.head = nn.Linear(6, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(self.norm(x))
 
 
 def script(api: Any, rank: int) -> dict[str, Any]:
