@@ -10,6 +10,7 @@ options and the parameters that it keeps. The borrowing unit stays as it is.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -96,6 +97,12 @@ def make_plan(
             raise ShardingError(f"auto_wrap_policy gives {one.name!r} a mesh, and it was wrapped before: give the mesh there.")
         for info in one.param_infos:
             info.mesh = mesh
+    if len(plan) == 1 and _should_choose(policy) and not chosen("", roots[0]):
+        warnings.warn(
+            "auto_wrap_policy chooses no module, so all is one unit; the classes with parameters are "
+            f"{_classes_in(roots)}. Name some of these, or leave auto_wrap_policy out.",
+            stacklevel=7,
+        )
     return plan
 
 
@@ -340,17 +347,28 @@ def _check_classes(policy: Any, roots: Sequence[nn.Module]) -> None:
     """Raises:
     ShardingError: the policy names classes, and none of the modules has one of them.
     """
-    if policy == "auto" or not isinstance(policy, Collection):
-        return
-    members = tuple(policy)
     modules = [module for root in roots for module in root.modules()]
-    if not any(isinstance(module, members) for module in modules):
-        known = sorted({type(module).__name__ for module in modules if next(module.parameters(), None) is not None})
-        named = ", ".join(sorted(one.__name__ for one in members))
+    if isinstance(policy, Collection) and policy != "auto" and not any(isinstance(one, tuple(policy)) for one in modules):
+        named = ", ".join(sorted(one.__name__ for one in policy))
         raise ShardingError(
-            f"auto_wrap_policy names {named}, and no module is one; the classes with parameters are {', '.join(known)}. "
+            f"auto_wrap_policy names {named}, and no module is one; the classes with parameters are {_classes_in(roots)}. "
             "Name some of these, or leave auto_wrap_policy out to make one unit of all."
         )
+
+
+def _should_choose(policy: Any) -> bool:
+    """Whether a policy that chooses nothing is probably a mistake. Sets are refused then, and sizes may choose nothing."""
+    return not (policy is None or isinstance(policy, Collection)) and (
+        hasattr(policy, "_run_policy")
+        or "transformer_layer_cls" in getattr(policy, "keywords", {})
+        or "recurse" not in inspect.signature(policy).parameters
+    )
+
+
+def _classes_in(roots: Sequence[nn.Module]) -> str:
+    """The names of the classes of modules that have parameters."""
+    modules = [module for root in roots for module in root.modules()]
+    return ", ".join(sorted({type(module).__name__ for module in modules if next(module.parameters(), None) is not None}))
 
 
 def _is_custom(policy: Any) -> bool:

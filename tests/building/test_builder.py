@@ -4,13 +4,14 @@ import copy
 import gc
 import pickle
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, transformer_auto_wrap_policy
 
 import fsdp
 from fsdp.runtime.registry import unit_ref_of
@@ -18,10 +19,20 @@ from tests.support.models import Block, Net, Recurrent, Tied, local, loss_of, ma
 from tests.support.ranks import on_ranks
 
 DOORS = pytest.mark.parametrize("door", [fsdp.FullyShardedDataParallel, fsdp.fully_shard], ids=["wrapper", "in place"])
+OF_CLASSES = partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Conv2d})
+CHOOSE_NOTHING = (ModuleWrapPolicy({nn.Conv2d}), CustomPolicy(lambda module: False), OF_CLASSES, lambda name, module: name == "x")
 
 
 def names(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("policy", CHOOSE_NOTHING)
+def test_a_policy_that_chooses_no_module_warns_with_the_classes_there_are(policy: Any) -> None:
+    said = "auto_wrap_policy chooses no module, so all is one unit; the classes with parameters are Block, LayerNorm, Linear"
+    with pytest.warns(UserWarning, match=said):
+        found = fsdp.simulate(2, lambda rank: len(units_of(fsdp.fully_shard(make_net(), auto_wrap_policy=policy))))
+    assert found == [1, 1]
 
 
 @DOORS
@@ -34,9 +45,8 @@ def names(model: nn.Module) -> list[str]:
         (ModuleWrapPolicy({Block}), ["Net", "blocks.0", "blocks.1", "blocks.2"]),
         (lambda name, module: name == "blocks.1.up" or name == "leave", ["Net", "blocks.1.up", "leave"]),
         ({Block, nn.Tanh}, ["Net", "blocks.0", "blocks.1", "blocks.2"]),
-        (ModuleWrapPolicy({nn.Tanh}), ["Net"]),
     ],
-    ids=["none", "set", "list", "ModuleWrapPolicy", "callable", "a class that is not there", "a torch policy without a match"],
+    ids=["none", "set", "list", "ModuleWrapPolicy", "callable", "a class that is not there"],
 )
 @on_ranks(2)
 def test_a_policy_chooses_the_units(rank: int, door: Any, policy: Any, units: list[str]) -> None:
