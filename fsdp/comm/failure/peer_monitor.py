@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing import util
+from textwrap import shorten
 from typing import Any, Final, NamedTuple, NoReturn
 
 from fsdp.comm.failure.desync import TIME_OUT, DesyncDetector, Store
@@ -33,6 +34,8 @@ _GONE: Final = ("has ended", "does not answer", "has not come back")
 _ABSENT: Final = "has not called"
 """How the reason begins that a rank gives for one that has not made a call within the time-out, and may still come."""
 _KILLED: Final = "it was killed"
+_LONGEST: Final = 500
+"""Characters of an error that other ranks read."""
 RESTART: Final = "Start the job again from a checkpoint."
 
 
@@ -438,7 +441,8 @@ class PeerMonitor:
         with suppress(RuntimeError):
             # the interpreter keeps the exception that ends it
             failure = getattr(sys, "last_value", None)
-            why = "" if failure is None else f"{type(failure).__name__}: {failure}".partition("\n")[0][:200].rstrip(". ")
+            why = "" if failure is None else f"{type(failure).__name__}: {failure}".partition("\n")[0].rstrip(". ")
+            why = shorten(why, _LONGEST, placeholder=" …")
             self._store.set(f"gone/{self._rank}", json.dumps(Exit(self.launched(), why)))
             self._store.set("ended", "")
 

@@ -119,7 +119,12 @@ def remedies_for(calls: Iterable[str], alone: Sequence[int] = ()) -> list[str]:
             f"Only {name_ranks(alone)} made a forward without gradients (an evaluation) before: make it on every rank, or pass"
         )
         return [f"{cause} uneven_paths=True."]
-    causes = {call: text.format(*one.groups()) for call in calls for pattern, text in _CAUSES if (one := pattern.match(call))}
+    causes = {
+        call: text.format(*map(_full_name, one.groups()))
+        for call in calls
+        for pattern, text in _CAUSES
+        if (one := pattern.match(call))
+    }
     others = [call for call in calls if call not in causes]
     if causes and others:
         return [*sorted({*causes.values()}), FEWER_BATCHES]
@@ -128,6 +133,11 @@ def remedies_for(calls: Iterable[str], alone: Sequence[int] = ()) -> list[str]:
     # some ranks may have left the training loop: the calls are of several kinds
     left = len({call.partition("(")[0] for call in calls}) > 1
     return [NO_SYNC] * (reduces and left) + [UNEVEN_PATHS] * (reduces or gathers) + [FEWER_BATCHES] * left
+
+
+def _full_name(name: str) -> str:
+    """The name by which a program calls a function of this package; others as they are."""
+    return {one: f"fsdp.{one}" for one in sys.modules["fsdp"].__all__}.get(name, name)
 
 
 def names_a_unit(label: str) -> bool:

@@ -259,7 +259,7 @@ def test_a_function_that_one_rank_alone_calls_is_what_every_rank_must_call() -> 
 
     ranks.run(call("gather_objects", "save"), call("all_gather", "a"))
     assert len(ranks.said) == 2
-    assert all(f"Every rank must call save. {FEWER_BATCHES}" in text for text in ranks.said.values())
+    assert all(f"Every rank must call fsdp.save. {FEWER_BATCHES}" in text for text in ranks.said.values())
     assert not any(UNEVEN_PATHS in text for text in ranks.said.values())
 
 

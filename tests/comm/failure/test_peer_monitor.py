@@ -181,7 +181,7 @@ def test_who_ends_by_an_exception_did_not_run_out_of_batches(monkeypatch: pytest
 
 
 def test_the_error_that_ended_a_rank_is_passed_on_and_only_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first line of it. An error about another rank is none of its own."""
+    """The first line of it, cut if it is long. An error about another rank is none of its own."""
     first, second, third = make(3)
     own = "rank 12 has ended, while this rank waited for it. The error that ended rank 12 is ValueError: no. Start the job again"
     for one, failure in ((third, ValueError("no.\nmore")), (second, PeerFailed("text", 12, None, "has ended"))):
@@ -195,6 +195,10 @@ def test_the_error_that_ended_a_rank_is_passed_on_and_only_its_own(monkeypatch: 
     assert own in str(said(lambda: first.check_peers(False)))
     text = str(said(first.reconnect))
     assert text.startswith("each of the ranks 11, 12 has ended") and "The error that ended rank 12 is ValueError: no." in text
+    monkeypatch.setattr(sys, "last_value", ValueError("no " * 200))
+    (one, other) = make(2)
+    other.on_exit()
+    assert "no no …. Start the job again" in str(said(lambda: one.check_peers(False)))
 
 
 class EndsMeanwhile(MemoryStore):
