@@ -31,6 +31,7 @@ _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 def add_plan(commands: Any) -> None:
     """Add `plan` to the commands."""
     parser = commands.add_parser("plan", help="say what a job will need, and which options are the fastest that fit")
+    parser._negative_number_matcher = re.compile(r"-\d.*")  # as in --memory -1GiB, which is no option
     parser.add_argument(
         "target",
         help=f"a function that makes the model (package.module:function), a config.json of transformers, or {', '.join(SHAPES)}",
@@ -87,6 +88,9 @@ def run_plan(given: argparse.Namespace) -> int:
     """Run `plan`; return the exit status: 0 if a choice fits."""
     if given.html is not None:
         check_packages()
+    for path in (given.json, given.html):
+        if path is not None:
+            _check_output(path)
     for name, number in (("batch", given.batch), ("length", given.length)):
         if number is not None and number < 1:
             raise ShardingError(f"plan: --{name} is {number}; give a number, at least 1.")
@@ -94,7 +98,7 @@ def run_plan(given: argparse.Namespace) -> int:
             raise ShardingError(f"plan: --{name} is for inputs that the plan makes, and --inputs makes its own; leave one out.")
     build, inputs = _target(given)
     if given.inputs is not None:
-        inputs = _import(given.inputs)
+        inputs = _import(given.inputs, "--inputs")
     if inputs is None:
         raise ShardingError(f"plan: {given.target} says nothing about its inputs; give --inputs package.module:function.")
     found = plan(
@@ -132,6 +136,16 @@ def run_plan(given: argparse.Namespace) -> int:
     return 0 if found.best is not None else 1
 
 
+def _check_output(path: Path) -> None:
+    """Raises:
+    ShardingError: there is no folder for this file, or there is a folder in its place.
+    """
+    if not path.parent.is_dir():
+        raise ShardingError(f"plan: {path}: there is no folder {path.parent}; make it first.")
+    if path.is_dir():
+        raise ShardingError(f"plan: {path} is a folder; give the name of a file.")
+
+
 def bytes_of(option: str, text: str) -> int:
     """The number of bytes in a text such as 80GiB.
 
@@ -167,7 +181,7 @@ def _target(given: argparse.Namespace) -> tuple[Callable[[], nn.Module], Callabl
 def _parallelize(given: argparse.Namespace) -> Callable[[nn.Module, Any], object] | None:
     """What spreads layers and experts of the target over ranks."""
     if given.parallelize is not None:
-        return _import(given.parallelize)
+        return _import(given.parallelize, "--parallelize")
     if max(given.tp) == max(given.ep) == 1:
         return None
     if given.target not in SHAPES:
@@ -180,7 +194,7 @@ def _parallelize(given: argparse.Namespace) -> Callable[[nn.Module, Any], object
 def _stages(given: argparse.Namespace) -> Callable[[nn.Module, int, int], nn.Module] | None:
     """What cuts the target into stages."""
     if given.stages is not None:
-        return _import(given.stages)
+        return _import(given.stages, "--stages")
     if max(given.pp) == 1:
         return None
     if given.target not in SHAPES:
@@ -238,16 +252,17 @@ def _first_line(reason: BaseException) -> str:
     return str(reason).partition("\n")[0][:200]
 
 
-def _import(name: str) -> Callable[..., Any]:
-    """The function of that name.
+def _import(name: str, option: str = "") -> Callable[..., Any]:
+    """The function of that name. `option`: the one that names it; empty for the target.
 
     Raises:
         ShardingError: there is none.
     """
     module, _, function = name.partition(":")
     if not module or not function:
+        others = "" if option else f", a config.json, or one of {', '.join(SHAPES)}"
         raise ShardingError(
-            f"plan: {name!r} names no function; give package.module:function, a config.json, or one of {', '.join(SHAPES)}."
+            f"plan: {f'{option} {name}' if option else repr(name)} names no function; give package.module:function{others}."
         )
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), function)

@@ -145,8 +145,8 @@ def lines_of(plan: Plan) -> Iterator[str]:
     yield ""
     yield "The peak is what is held at once; activations are what a forward leaves for its backward. Bytes of the engine and"
     yield "collectives are exact. Activations are counted from the operators of the model; workspaces of kernels are not seen."
-    yield f"Seconds are estimated from: {device.source}; inside a host: {device.link.source};"
-    yield f"between hosts: {plan.cluster.between.source}."
+    yield f"Seconds are estimated from: {device.source};"
+    yield f"inside a host: {device.link.source}; between hosts: {plan.cluster.between.source}."
 
 
 def row(plan: Plan, one: Candidate) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from fsdp.commands.rehearsal.hardware import Cluster, Device, Link, find_device,
 from fsdp.commands.rehearsal.kernels import ATTENTION, Attention
 from fsdp.commands.rehearsal.pipeline import rehearse_all
 from fsdp.commands.rehearsal.rehearse import Batch, Dimensions, Job
+from fsdp.commands.reporting.formats import size
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import ShardingError
 
@@ -161,7 +162,7 @@ def plan(
     free = default_reserve(found, given) if reserve is None else reserve
     limit = given - free
     if limit <= 0:
-        raise ShardingError(f"plan: the reserve of {free} bytes leaves nothing of {given} bytes of memory.")
+        raise ShardingError(f"plan: the reserve of {size(free)} leaves nothing of {size(given)} of memory.")
 
     def job_of(dimensions: Dimensions) -> Job:
         """The job in which so many ranks share their data, with as much data in a step."""
@@ -189,7 +190,9 @@ def plan(
         candidates += compare(policies, [True])
         candidates += compare(others, [True]) if others else []
     if all(one.rehearsal is None for one in candidates):
-        raise ShardingError(f"plan: every choice is refused; the first one because: {candidates[0].refusal}")
+        raise ShardingError(
+            f"plan: every choice is refused; the first one because {candidates[0].refusal.removeprefix('plan: ')}"
+        )
 
     def place(one: Candidate) -> tuple[int, float, bool]:
         if one.rehearsal is None:

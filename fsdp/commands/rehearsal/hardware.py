@@ -16,6 +16,8 @@ EFFICIENCY: Final = 0.5
 """The part of a device's peak that the matrix products of large models are assumed to reach. Measured on no device here."""
 LINK_EFFICIENCY: Final = 0.8
 """The part of a link's bandwidth that large collectives are assumed to reach. Measured on no device here."""
+MEMORY_EFFICIENCY: Final = 0.8
+"""The part of the bandwidth of a device's memory that operators are assumed to reach. Measured on no device here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +57,25 @@ class Device:
         return self.half_flops if dtype.itemsize <= 2 else self.flops
 
 
+def _link(gigabytes: float, latency: float, source: str) -> Link:
+    """From the number of a data sheet: gigabytes a second."""
+    return Link(LINK_EFFICIENCY * gigabytes * 1e9, latency, f"{source} (reached: {LINK_EFFICIENCY:.0%})")
+
+
 def _device(
     name: str, memory: int, flops: float, half_flops: float, bandwidth: float, link: tuple[float, str], source: str
 ) -> Device:
     """From the numbers of a data sheet: gibibytes, teraflops, gigabytes a second."""
-    between = Link(LINK_EFFICIENCY * link[0] * 1e9, 10e-6, link[1])
+    between = _link(link[0], 10e-6, link[1])
+    source += f" (matrix products: {EFFICIENCY:.0%} of it; memory: {MEMORY_EFFICIENCY:.0%})"
     return Device(
-        name, memory << 30, EFFICIENCY * flops * 1e12, EFFICIENCY * half_flops * 1e12, 0.8 * bandwidth * 1e9, between, source
+        name,
+        memory << 30,
+        EFFICIENCY * flops * 1e12,
+        EFFICIENCY * half_flops * 1e12,
+        MEMORY_EFFICIENCY * bandwidth * 1e9,
+        between,
+        source,
     )
 
 
@@ -82,10 +96,10 @@ DEVICES: Final = {
     )
 }
 NETWORKS: Final = {
-    "ib-ndr": Link(LINK_EFFICIENCY * 50e9, 20e-6, "InfiniBand NDR: 400 Gbit/s for each rank"),
-    "ib-hdr": Link(LINK_EFFICIENCY * 25e9, 20e-6, "InfiniBand HDR: 200 Gbit/s for each rank"),
-    "ethernet-100": Link(LINK_EFFICIENCY * 12.5e9, 40e-6, "Ethernet: 100 Gbit/s for each rank"),
-    "ethernet-10": Link(LINK_EFFICIENCY * 1.25e9, 60e-6, "Ethernet: 10 Gbit/s for each rank"),
+    "ib-ndr": _link(50, 20e-6, "InfiniBand NDR: 400 Gbit/s for each rank"),
+    "ib-hdr": _link(25, 20e-6, "InfiniBand HDR: 200 Gbit/s for each rank"),
+    "ethernet-100": _link(12.5, 40e-6, "Ethernet: 100 Gbit/s for each rank"),
+    "ethernet-10": _link(1.25, 60e-6, "Ethernet: 10 Gbit/s for each rank"),
 }
 """Links between hosts."""
 

@@ -7,6 +7,7 @@ Rule 3: time is that of clock.py. An operator takes its operations over the devi
 """
 
 import gc
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -197,7 +198,8 @@ def rehearse(
             model, options = _parallelized(job, model, options, dimensions)
         for module in checkpointed(model) if checkpointed is not None else ():
             module.__dict__["forward"] = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
-        fully_shard(model, param_init_fn=stay_on_meta, **options)
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # a stage may have no module of the units' class
+            fully_shard(model, param_init_fn=stay_on_meta, **options)
         (engine,) = engines_in(model, "plan")
         offloaded = [flat.shard for unit in engine.units for flat in unit.flats if flat.home.copies]
         memory.observe(
