@@ -6,6 +6,7 @@ from hashlib import sha256
 from typing import Any
 
 from fsdp.building.choose_units import Planned, buffers_of
+from fsdp.comm.agreement import agree_and_share
 from fsdp.comm.communicator import Communicator
 from fsdp.config import Config
 from fsdp.errors import ShardingError
@@ -21,21 +22,14 @@ def agree(comm: Communicator, prepare: Callable[[], Prepared]) -> Prepared:
     Raises:
         ShardingError: `prepare` failed on some rank, or the ranks differ. The text names the first difference and its rank.
     """
-    try:
-        prepared = prepare()
-        lines = _describe(*prepared)
-    except Exception as refusal:  # a user's policy may raise anything, and the other ranks must be notified
-        reason = str(refusal) if isinstance(refusal, ShardingError) else repr(refusal)
-        comm.gather_objects(f"refused: {reason}", "fully_shard")
-        raise
-    digest = sha256("\n".join(lines).encode()).hexdigest()
-    answers = comm.gather_objects(digest, "fully_shard")
-    for rank, answer in enumerate(answers):
-        if answer.startswith("refused: "):
-            raise ShardingError(f"rank {rank} could not wrap its module: {answer.removeprefix('refused: ')}")
-    if len(set(answers)) > 1:
-        raise ShardingError(_first_difference(comm.gather_objects(lines, "fully_shard")))
+    prepared, digests = agree_and_share(comm, "fully_shard", prepare, _digest, " could not wrap its module")
+    if len(set(digests)) > 1:
+        raise ShardingError(_first_difference(comm.gather_objects(_describe(*prepared), "fully_shard")))
     return prepared
+
+
+def _digest(prepared: Prepared) -> str:
+    return sha256("\n".join(_describe(*prepared)).encode()).hexdigest()
 
 
 def _describe(config: Config, plan: Sequence[Planned]) -> list[str]:

@@ -7,6 +7,7 @@ from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 
 Answer = TypeVar("Answer")
+Shared = TypeVar("Shared")
 
 
 def agree_on_refusals(comm: Communicator, function_name: str, prepare: Callable[[], Answer]) -> Answer:
@@ -18,28 +19,30 @@ def agree_on_refusals(comm: Communicator, function_name: str, prepare: Callable[
         ShardingError: `prepare` failed on another rank, which is named.
         Exception: the one that `prepare` raised on this rank.
     """
-    return _gather(comm, function_name, prepare, lambda mine: None)[0]
+    return agree_and_share(comm, function_name, prepare, lambda mine: None)[0]
 
 
 def agree_and_gather(comm: Communicator, function_name: str, prepare: Callable[[], Answer]) -> list[Answer]:
     """As `agree_on_refusals`; the picklable answers of all, by rank."""
-    return _gather(comm, function_name, prepare, lambda mine: mine)[1]
+    return agree_and_share(comm, function_name, prepare, lambda mine: mine)[1]
 
 
-Shared = TypeVar("Shared")
-
-
-def _gather(
-    comm: Communicator, function_name: str, prepare: Callable[[], Answer], share: Callable[[Answer], Shared]
+def agree_and_share(
+    comm: Communicator, function_name: str, prepare: Callable[[], Answer], share: Callable[[Answer], Shared], failed: str = ""
 ) -> tuple[Answer, list[Shared]]:
+    """As `agree_on_refusals`; also what `share` makes of the answers of all, picklable, by rank.
+
+    `failed`: what the error says of another rank before its reason.
+    """
     try:
         mine = prepare()
+        shared = share(mine)
     except Exception as refusal:  # any failure, a full disk for example, must reach the other ranks
         reason = str(refusal) if isinstance(refusal, ShardingError) else repr(refusal)
         comm.gather_objects((reason, None), function_name)
         raise
-    answers = comm.gather_objects(("", share(mine)), function_name)
+    answers = comm.gather_objects(("", shared), function_name)
     for rank, (reason, _) in enumerate(answers):
         if reason:
-            raise ShardingError(f"rank {rank}: {reason}")
+            raise ShardingError(f"rank {rank}{failed}: {reason}")
     return mine, [answer for _, answer in answers]
