@@ -12,7 +12,8 @@ run outside of that. DTensors have a dispatch of their own, which is not asked e
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from operator import is_
 from typing import Any, Final
@@ -33,18 +34,15 @@ _LOCAL: Final = "_local_tensor"
 """The attribute of a DTensor that is this rank's part, see `local_of`, which takes longer."""
 
 
-class _WithoutEmpty:
-    """The groups of an optimizer without the parameters of which this rank holds no element, for one step."""
+@contextmanager
+def _without_empty(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, the groups of an optimizer lack the parameters of which this rank holds no element.
 
-    __slots__ = ("_changed",)
-
-    def __init__(self) -> None:
-        self._changed: list[tuple[dict[str, Any], list[Any]]] = []
-        """The groups with such parameters, and all their parameters."""
-
-    def begin(self, optimizer: Optimizer) -> None:
-        """Leave them out. One that has state was stepped by another implementation: it stays, because its count must go on."""
-        stepped = {id(p) for p, kept in optimizer.state.items() if kept}
+    One that has state was stepped by another implementation: it stays, because its count must go on.
+    """
+    stepped = {id(p) for p, kept in optimizer.state.items() if kept}
+    changed: list[tuple[dict[str, Any], list[Any]]] = []
+    try:
         for group in optimizer.param_groups:
             parameters = group["params"]
             empty = {kind for kind in set(map(type, parameters)) if issubclass(kind, EmptyShardParameter)}
@@ -52,71 +50,58 @@ class _WithoutEmpty:
             if len(here) < len(parameters):
                 left_out = [p for p in parameters if type(p) in empty and id(p) not in stepped and p.grad is not None]
                 increment_version(left_out)  # the step is a change on the ranks that hold an element of them
-                self._changed.append((group, parameters))
+                changed.append((group, parameters))
                 group["params"] = here
-
-    def end(self) -> None:
-        """Put them back. Also after a `begin` that failed."""
-        for group, parameters in self._changed:
+        yield
+    finally:
+        for group, parameters in changed:
             group["params"] = parameters
 
 
-class _PartsOfDTensors:
-    """This rank's parts of DTensors in their places in an optimizer, with their gradients and state, for one step."""
+@contextmanager
+def _parts_of_dtensors(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, this rank's parts of DTensors are in the places of these in an optimizer, with their gradients and state.
 
-    __slots__ = ("_groups", "_parts", "_shown")
-
-    def __init__(self) -> None:
-        self._groups: list[tuple[dict[str, Any], list[Any]]] = []
-        """The groups, and their parameters."""
-        self._parts: list[tuple[Any, Any, list[Any]]] = []
-        """Each parameter, what takes its place, and the values of the latter's state when the step began."""
-        self._shown: dict[Any, dict[str, Any]] | None = None
-        """The state of the parameters, which users see."""
-
-    def begin(self, optimizer: Optimizer) -> None:
-        """Put the parts in the places of the DTensors. An ordinary parameter stays, with its state."""
-        self._shown, optimizer.state = optimizer.state, defaultdict(dict)
-        for group in optimizer.param_groups:
-            parameters = group["params"]
-            self._groups.append((group, parameters))
-            group["params"] = [self._take(optimizer.state, p) for p in parameters]
-
-    def _take(self, state: dict[Any, dict[str, Any]], parameter: Any) -> Any:
-        part = getattr(parameter, _LOCAL, parameter)
-        kept = self._shown.get(parameter)  # type: ignore[union-attr]
-        if part is not parameter:
-            part.grad = getattr(parameter.grad, _LOCAL, None)
-            kept = kept and {key: getattr(one, _LOCAL, one) for key, one in kept.items()}
-        if kept:
-            state[part] = kept
-        self._parts.append((parameter, part, [*kept.values()] if kept else []))
-        return part
-
-    def end(self, optimizer: Optimizer) -> None:
-        """Put the DTensors back; what the step has made in the state is theirs. Also after a `begin` that failed."""
-        for group, parameters in self._groups:
+    An ordinary parameter stays, with its state. Afterwards, what the step has made in the state of a part is the DTensor's.
+    """
+    shown, optimizer.state = optimizer.state, defaultdict(dict)
+    groups = [(group, group["params"]) for group in optimizer.param_groups]
+    taken: list[tuple[Any, Any, list[Any]]] = []  # each parameter, what takes its place, and the values of the latter's state
+    try:
+        for group, parameters in groups:
+            parts = []
+            for parameter in parameters:
+                part, kept = getattr(parameter, _LOCAL, parameter), shown.get(parameter)
+                if part is not parameter:
+                    part.grad = getattr(parameter.grad, _LOCAL, None)
+                    kept = kept and {key: getattr(one, _LOCAL, one) for key, one in kept.items()}
+                if kept:
+                    optimizer.state[part] = kept
+                taken.append((parameter, part, [*kept.values()] if kept else []))
+                parts.append(part)
+            group["params"] = parts
+        yield
+    finally:
+        for group, parameters in groups:
             group["params"] = parameters
-        if self._shown is None:
-            return
-        of_parts, optimizer.state = optimizer.state, self._shown  # type: ignore[assignment]
-        for parameter, part, before in self._parts:
+        of_parts, optimizer.state = optimizer.state, shown
+        for parameter, part, before in taken:
             made = of_parts.get(part)
             if part is parameter:
                 if made is not None:
-                    self._shown[parameter] = made
+                    shown[parameter] = made
                 continue
             part.grad = None
             if made and (len(made) != len(before) or not all(map(is_, made.values(), before))):
-                self._give(parameter, part, made)
+                _give(shown[parameter], parameter, part, made)
 
-    def _give(self, parameter: Any, part: Tensor, made: dict[str, Any]) -> None:
-        """Put what the step has made or replaced into the state of a DTensor."""
-        kept = self._shown[parameter]  # type: ignore[index]
-        for key, value in made.items():
-            if local_of(kept.get(key)) is not value:
-                is_part = type(value) is Tensor and key not in NUMBERS and value.shape == part.shape
-                kept[key] = make_dtensor(value, parameter._spec) if is_part else value
+
+def _give(kept: dict[str, Any], parameter: Any, part: Tensor, made: dict[str, Any]) -> None:
+    """Put what a step has made or replaced into the state that is `kept` of a DTensor."""
+    for key, value in made.items():
+        if local_of(kept.get(key)) is not value:
+            is_part = type(value) is Tensor and key not in NUMBERS and value.shape == part.shape
+            kept[key] = make_dtensor(value, parameter._spec) if is_part else value
 
 
 def hook_optimizers() -> None:
@@ -165,19 +150,14 @@ def _on_plain_parts(step: Callable[..., Any]) -> Callable[..., Any]:
             or any(arg is not None for arg in (*args, *kwargs.values()))
         ):
             return step(optimizer, *args, **kwargs)
-        without_empty, parts = _WithoutEmpty(), _PartsOfDTensors()
-        try:
+        with ExitStack() as stack:
             if sharded:
-                without_empty.begin(optimizer)
+                stack.callback(mark_state, optimizer)
+                stack.enter_context(_without_empty(optimizer))
             if others:
-                parts.begin(optimizer)
+                stack.enter_context(_parts_of_dtensors(optimizer))
             with local_operators(), quick_attributes():
                 return step(optimizer, *args, **kwargs)
-        finally:
-            parts.end(optimizer)
-            without_empty.end()
-            if sharded:
-                mark_state(optimizer)
 
     return run
 
