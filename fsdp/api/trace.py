@@ -6,6 +6,7 @@ import socket
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from time import perf_counter_ns, time
@@ -14,7 +15,7 @@ from torch import nn
 
 from fsdp.debug.error_notes import lines_of
 from fsdp.debug.tracing.chrome import TraceInfo, document
-from fsdp.debug.tracing.recorder import CommRecorder, RecordedBytes, RecordedStory, Recorder
+from fsdp.debug.tracing.recorder import RecordedBytes, RecordedStory, Recorder
 from fsdp.errors import ShardingError
 from fsdp.file_errors import file_errors
 from fsdp.runtime.engine import Engine
@@ -65,7 +66,7 @@ class Trace:
                 lifecycle.keep_story_in(RecordedStory(story, self._recorder, first + index))
             engine.tracker.held = RecordedBytes(engine.tracker.held, self._recorder, root)
             for name, comm in engine.comms.each().items():
-                comm.set_recorder(CommRecorder(self._recorder, name, comm.size))
+                comm.set_recorder(partial(self._recorder.launch, name, comm.size))
             first += len(engine.units)
 
     def end(self) -> None:

@@ -17,13 +17,8 @@ from fsdp.comm.work import DONE, CopyBack, Work
 from fsdp.errors import PeerFailed, WorldError
 
 ReduceOp = Literal["sum", "max"]
-
-
-class CallRecorder(Protocol):
-    """Records the collectives that one communicator launches."""
-
-    def launch(self, kind: str, label: str, received: int, launch: Callable[[], Work]) -> Work:
-        """Launch a collective, and return a work that records its end. `received`: bytes that reach this rank."""
+Recorder = Callable[[str, str, int, Callable[[], Work]], Work]
+"""Launches a collective, and returns a work that records its end. Takes its kind, its label, the bytes received, its launch."""
 
 
 class Communicator(Protocol):
@@ -39,7 +34,7 @@ class Communicator(Protocol):
     """The numbers of its ranks among all of the program; none of a rank that is alone."""
     monitor: PeerMonitor | None = None
     """Finds out whether its other ranks have failed."""
-    _recorder: CallRecorder | None = None
+    _recorder: Recorder | None = None
 
     def supports_device(self, device: torch.device) -> bool:
         """Whether tensors on `device` can be communicated."""
@@ -92,8 +87,8 @@ class Communicator(Protocol):
     def recent(self) -> Sequence[str]:
         """Return the last calls on this rank, oldest first: the collective and the label."""
 
-    def set_recorder(self, recorder: CallRecorder | None) -> None:
-        """From now on, launch collectives through `recorder`. None: launch them directly."""
+    def set_recorder(self, recorder: Recorder | None) -> None:
+        """From now on, launch collectives by `recorder`. None: launch them directly."""
         self._recorder = recorder
 
     def waits(self) -> Wait | None:

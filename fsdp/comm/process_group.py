@@ -58,7 +58,7 @@ class ProcessGroupCommunicator(Communicator):
             return self._launch_unrecorded(kind, label, tensor, launch, nbytes)
         total = (tensor.nbytes if nbytes is None else nbytes) * (2 if kind == "all_reduce" else 1)
         received = total if kind == "broadcast" else total * (self.size - 1) // self.size
-        return self._recorder.launch(kind, label, received, lambda: self._launch_unrecorded(kind, label, tensor, launch, nbytes))
+        return self._recorder(kind, label, received, lambda: self._launch_unrecorded(kind, label, tensor, launch, nbytes))
 
     def _launch_unrecorded(self, kind: str, label: str, tensor: Tensor, launch: Callable[[Any], Any], nbytes: int | None) -> Work:
         self._recent.append((kind, label))

@@ -255,7 +255,7 @@ class SimulatedCommunicator(Communicator):
     def _launch(self, kind: str, side: Side, received: int) -> Work:
         if self._recorder is None:
             return self._launch_unrecorded(kind, side, received)
-        return self._recorder.launch(kind, side.label, received, lambda: self._launch_unrecorded(kind, side, received))
+        return self._recorder(kind, side.label, received, lambda: self._launch_unrecorded(kind, side, received))
 
     def _launch_unrecorded(self, kind: str, side: Side, received: int) -> "_PendingWork":
         self._log.append(Call(self.name, kind, side.label, received))

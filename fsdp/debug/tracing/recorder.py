@@ -125,13 +125,17 @@ class Recorder:
                 one.ended = perf_counter_ns()
             del self._in_flight[one]
 
-    def launch(self, one: Collective, launch: Callable[[], Work]) -> Work:
-        """Launch a collective, and look at it until it ends."""
+    def launch(self, comm: str, size: int, kind: str, label: str, received: int, launch: Callable[[], Work]) -> Work:
+        """Launch a collective of the communicator `comm` of `size` ranks, and look at it until it ends.
+
+        Returns a work that records its end. `received`: bytes that reach this rank.
+        """
+        one = Collective(comm, size, kind, label, received)
         self.collectives.append(one)
         one.launched = perf_counter_ns()
         work = self._in_flight[one] = launch()
         one.returned = one.pending_at = perf_counter_ns()
-        return work
+        return RecordedWork(work, one, self)
 
     def wait(self, one: Collective, work: Work) -> None:
         """Wait for a collective."""
@@ -184,20 +188,6 @@ class RecordedBytes(dict[str, int]):
     def __setitem__(self, kind: str, count: int) -> None:
         dict.__setitem__(self, kind, count)
         self._add_bytes((perf_counter_ns(), self._root, kind, count))
-
-
-class CommRecorder:
-    """Records the collectives of one communicator."""
-
-    def __init__(self, recorder: Recorder, comm: str, size: int) -> None:
-        self._recorder = recorder
-        self._comm = comm
-        self._size = size
-
-    def launch(self, kind: str, label: str, received: int, launch: Callable[[], Work]) -> Work:
-        """Launch a collective, and return a work that records its end."""
-        one = Collective(self._comm, self._size, kind, label, received)
-        return RecordedWork(self._recorder.launch(one, launch), one, self._recorder)
 
 
 class RecordedWork:

@@ -37,7 +37,7 @@ class Log:
     def __init__(self, found: list[tuple[str, str, int]]) -> None:
         self._found = found
 
-    def launch(self, kind: str, label: str, received: int, call: Callable[[], Any]) -> Any:
+    def __call__(self, kind: str, label: str, received: int, call: Callable[[], Any]) -> Any:
         if kind != "gather_objects":
             self._found.append((kind, label, received))
         return call()

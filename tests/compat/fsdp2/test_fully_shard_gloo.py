@@ -144,7 +144,7 @@ class Collectives(TorchDispatchMode):
         self.launched: Counter[str] = Counter()
 
     def __enter__(self) -> Any:
-        self._record(self)
+        self._record(self.launch)
         return super().__enter__()
 
     def __exit__(self, *problem: Any) -> None:

@@ -2,7 +2,7 @@
 
 import time
 
-from fsdp.debug.tracing.recorder import CommRecorder, Recorder
+from fsdp.debug.tracing.recorder import Recorder
 
 
 class SlowToAnswer:
@@ -27,12 +27,12 @@ class SlowToAnswer:
 
 def test_a_collective_that_ends_between_the_clock_and_the_question() -> None:
     recorder, work = Recorder(), SlowToAnswer()
-    CommRecorder(recorder, "gather", 2).launch("all_gather", "root", 8, lambda: work)
+    recorder.launch("gather", 2, "all_gather", "root", 8, lambda: work)
     recorder.look(time.perf_counter_ns())
     assert recorder.collectives[0].ended >= work.ended > 0
 
 
 def test_a_collective_that_ends_in_a_wait_however_short() -> None:
     recorder, work = Recorder(), SlowToAnswer()
-    CommRecorder(recorder, "gather", 2).launch("all_gather", "root", 8, lambda: work).wait()
+    recorder.launch("gather", 2, "all_gather", "root", 8, lambda: work).wait()
     assert recorder.collectives[0].ended >= work.ended > 0
