@@ -99,7 +99,7 @@ def _head(snapshot: EngineSnapshot) -> Iterator[str]:
 
 def communicator_lines(snapshot: EngineSnapshot) -> Iterator[str]:
     """For each communicator, what this rank waits for there, and its last collectives."""
-    yield from (f"  {wait.text}" for wait in snapshot.waits)
+    yield from (f"  {wait.describe()}" for wait in snapshot.waits)
     for name, calls in snapshot.collectives.items():
         yield f"  {name}: {', '.join(calls) or 'nothing called yet'}"
 

@@ -109,5 +109,5 @@ def _describe(snapshot: EngineSnapshot) -> dict[str, Any]:
         "unit": unit.name if busy else "between two passes",
         "state": unit.state.name if busy else f"backward {snapshot.backward.name}",
         "last": next((calls[-1] for calls in snapshot.collectives.values() if calls), "no collective"),
-        "waits": [{"where": wait.where, "seconds": wait.seconds, "absent": list(wait.absent)} for wait in snapshot.waits],
+        "waits": [{"where": wait.pending.where, "seconds": wait.seconds, "absent": list(wait.absent)} for wait in snapshot.waits],
     }

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp.comm.context import CommContext
+from fsdp.comm.failure.pending_call import Wait
 from fsdp.device.storage import MemoryTracker
 from fsdp.params.unit import Unit
 from state_machine import BackwardState, Event, ResidencyState, Root, State
@@ -26,18 +27,6 @@ class UnitSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class WaitSnapshot:
-    """A call in which this rank has waited long."""
-
-    where: str
-    seconds: float
-    absent: tuple[int, ...]
-    """The ranks that have not made the call, as far as this rank knows."""
-    text: str
-    """The same as a sentence."""
-
-
-@dataclass(frozen=True, slots=True)
 class EngineSnapshot:
     """The units, the communicators and the memory of one engine at one moment. It holds no tensor and no engine."""
 
@@ -48,7 +37,7 @@ class EngineSnapshot:
     """Bytes by kind of memory."""
     collectives: Mapping[str, tuple[str, ...]]
     """The last collectives of each communicator of more than one rank, oldest first."""
-    waits: tuple[WaitSnapshot, ...]
+    waits: tuple[Wait, ...]
     """The waits of this rank that are long, one for each communicator on which it waits."""
     units: tuple[UnitSnapshot, ...]
     """Every unit, outermost first."""
@@ -64,11 +53,7 @@ def take_snapshot(
         backward=root.backward,
         bytes_held=dict(tracker.held),
         collectives={name: tuple(comm.recent()) for name, comm in comms.each().items() if comm.size > 1},
-        waits=tuple(
-            WaitSnapshot(wait.pending.where, wait.seconds, wait.absent, wait.describe())
-            for comm in comms.each().values()
-            if (wait := comm.waits()) is not None
-        ),
+        waits=tuple(wait for comm in comms.each().values() if (wait := comm.waits()) is not None),
         units=tuple(
             UnitSnapshot(unit.name, lifecycle.state, residency, lifecycle.story)
             for unit, lifecycle, residency in zip(units, root.lifecycles, residencies, strict=True)
