@@ -23,6 +23,7 @@ from fsdp.debug.error_notes import communicator_lines, lines_of
 from fsdp.debug.run_dir import FRAMES, answer_questions
 from fsdp.debug.snapshot import EngineSnapshot
 from fsdp.errors import ShardingError
+from fsdp.log import write_to_stderr
 
 DUMP: Final = "FSDP_DUMP_ON_SIGNAL"
 """The environment variable that installs the handler when the first model is wrapped, with the value 1."""
@@ -107,8 +108,7 @@ def _print() -> None:
         text = dump()
     except Exception as failure:  # the engines change while they are read
         text = f"fsdp: process {os.getpid()} could not be described: {failure!r}"
-    # in one write, so that the texts of several ranks do not mix
-    os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, f"{text}\n".encode())
+    write_to_stderr(text)
 
 
 def _print_when_woken(reader: socket.socket, number: int) -> None:

@@ -2,6 +2,6 @@
 
 Start with peer_monitor.py; desync.py compares the collectives that ranks wait for, joint_waits.py across groups; watchdog.py ends
 waits on a device; unreachable_hosts.py finds hosts that do not answer.
-May use: errors. It works with stores, threads, sockets and processes.
+May use: errors, log. It works with stores, threads, sockets and processes.
 Must not: read or write a tensor of training.
 """

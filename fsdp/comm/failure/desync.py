@@ -38,6 +38,7 @@ from fsdp.comm.failure.pending_call import (
     where_of,
 )
 from fsdp.errors import EVERY_RANK, FEWER_BATCHES, PeerFailed, WorldError, name_ranks
+from fsdp.log import write_to_stderr
 
 STALL_SECONDS: Final = 2.0
 """Seconds that a rank waits before it looks for the reason."""
@@ -359,7 +360,7 @@ class CallSequence:
             reason = f"has not called {wait.pending.where} within {self._detector.time_out:g} s, the time-out of its group"
             raise PeerFailed(f"{name_ranks(wait.absent)} {reason}. {EVERY_RANK} {FEWER_BATCHES}", wait.absent[0], None, reason)
         if not silent and wait.rank == min(set(names) - set(wait.absent)):
-            wait.tell()
+            write_to_stderr(f"fsdp: {wait.describe()}.")
         return True
 
 

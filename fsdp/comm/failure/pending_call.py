@@ -1,8 +1,6 @@
 """The calls that the ranks of a group wait for, as plain data, and how errors and the dump name them."""
 
-import os
 import re
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -77,10 +75,6 @@ class Wait(NamedTuple):
     def describe(self) -> str:
         whom = f" for {name_ranks(self.absent)}" if self.absent else ""
         return f"rank {self.rank} has waited {self.seconds:.0f} s in {self.pending.where}{whom}"
-
-    def tell(self) -> None:
-        """Print it to stderr, in one write."""
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, f"fsdp: {self.describe()}.\n".encode())
 
 
 class History:
