@@ -186,7 +186,7 @@ class _OneRank(dict[str, Any]):
 
 def agreement(units: int = 48, repeats: int = 200) -> Sample:
     """Microseconds in which a rank sees that a collective is the agreed one, in a steady loop over so many units (gloo only)."""
-    sequence = DesyncDetector(_OneRank(), 0, 1, _NoPeers()).open("shard")  # type: ignore[arg-type]
+    sequence = DesyncDetector(_OneRank(), 0, range(1), _NoPeers()).open("shard")  # type: ignore[arg-type]
     names = [f"blocks.{number}" for number in range(units)]
 
     def loop() -> None:

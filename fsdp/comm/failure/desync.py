@@ -70,9 +70,6 @@ class Peers(Protocol):
         """Raise WorldError if a peer is why this rank waits (in the call `where`), or, if `broken`, why its connections broke.
         `stalled`: it still waits, and a host that does not answer may be why."""
 
-    def name(self, rank: int) -> int:
-        """The rank as the user counts it: in the default group."""
-
     def report_restart(self, rank: int) -> NoReturn:
         """Raise PeerFailed: `rank` has started another forward while this rank waited for it."""
 
@@ -89,14 +86,16 @@ class Peers(Protocol):
 class DesyncDetector:
     """The pending calls of all ranks of one group, in its store, during one epoch."""
 
-    def __init__(self, store: Store, rank: int, size: int, peers: Peers, time_out: float = TIME_OUT) -> None:
+    def __init__(self, store: Store, rank: int, ranks: Sequence[int], peers: Peers, time_out: float = TIME_OUT) -> None:
+        """`rank`: this one, in the group. `ranks`: those of the group as the user counts them, in the default group."""
         self.time_out = time_out
         """Seconds that this rank waits for others to make a call."""
         self.wait: Wait | None = None
         """The call that the host waits for, if it has waited long."""
         self.store = store
         self.rank = rank
-        self.size = size
+        self.ranks = ranks
+        self.size = len(ranks)
         self.sequences: dict[str, CallSequence] = {}
         """The calls on each communicator."""
         self.fatal: str | None = None
@@ -104,10 +103,6 @@ class DesyncDetector:
         self.host_waits = False
         """True while the pending call in the store is one that the host waits for."""
         self._peers = peers
-
-    def name(self, rank: int) -> int:
-        """The rank as the user counts it: in the default group."""
-        return self._peers.name(rank)
 
     def open(self, comm: str) -> "CallSequence":
         """Begin the sequence of calls on a communicator."""
@@ -148,7 +143,7 @@ class DesyncDetector:
                 same = wait is not None and wait.pending[:2] == pending[:2]
                 begin = wait.begin if wait is not None and same else time.monotonic() - STALL_SECONDS
                 absent = sorted({*range(self.size)} - {*found} | {*absent_ranks(pending, found)})
-                self.wait = Wait(begin, pending, self.name(self.rank), tuple(map(self.name, absent)))
+                self.wait = Wait(begin, pending, self.ranks[self.rank], tuple(self.ranks[one] for one in absent))
         self.raise_fatal()
 
     def publish(self, pending: PendingCall) -> None:
@@ -199,7 +194,7 @@ class DesyncDetector:
         except RuntimeError:
             failure.add_note("fsdp: the store of the group does not answer; the process that holds it may have ended.")
             return
-        waits = [f"rank {self.name(rank)} waits for {pending.call}" for rank, pending in self.read_calls().items()]
+        waits = [f"rank {self.ranks[rank]} waits for {pending.call}" for rank, pending in self.read_calls().items()]
         failure.add_note(
             f"fsdp: {'; '.join(waits) or 'no rank has waited long'}. Ranks that are not named compute, hang, or wait in another "
             f"library. {FEWER_BATCHES}"
@@ -247,7 +242,7 @@ class DesyncDetector:
                 followers = sorted({*calls.pop(pending.agreed, ()), *ahead})
                 parts = [f"{self._name_all(ranks)} called {call}" for call, ranks in calls.items()]
                 counts = {other: theirs.evaluated for other, theirs in found.items() if theirs.comm == pending.comm}
-                alone = [self.name(one) for one in evaluated_alone(counts)]
+                alone = [self.ranks[one] for one in evaluated_alone(counts)]
                 causes = remedies_for([*calls, *([pending.agreed] if followers else [])], alone)
                 remedy = " ".join(causes if alone else (REMEDY, *causes))
                 if followers:
@@ -259,14 +254,14 @@ class DesyncDetector:
 
     def _describe_deadlock(self, found: dict[int, PendingCall]) -> str:
         parts = [
-            f"Rank {self.name(rank)} waits for {pending.call}, operation {pending.number} of communicator "
+            f"Rank {self.ranks[rank]} waits for {pending.call}, operation {pending.number} of communicator "
             f"{pending.comm!r}, which {self._name_all(absent_ranks(pending, found))} did not call."
             for rank, pending in sorted(found.items())
         ]
         return " ".join(["Deadlock: nobody can go on.", *parts, *remedies_for([one.call for one in found.values()])])
 
     def _name_all(self, ranks: Sequence[int]) -> str:
-        return name_ranks([self.name(rank) for rank in ranks])
+        return name_ranks([self.ranks[rank] for rank in ranks])
 
     def read_calls(self, place: str = "waits") -> dict[int, PendingCall]:
         """The pending calls of the ranks that have published one, which they write to `place`."""
@@ -352,14 +347,14 @@ class CallSequence:
         Raises:
             PeerFailed: this rank has waited for the time-out.
         """
-        wait, names = self._detector.wait, map(self._detector.name, range(self._detector.size))
+        wait = self._detector.wait
         # who has made the call says so after a while; until then, more ranks than those seem to be absent
         if wait is None or len(wait.absent) != count:
             return silent
         if timed_out:
             reason = f"has not called {wait.pending.where} within {self._detector.time_out:g} s, the time-out of its group"
             raise PeerFailed(f"{name_ranks(wait.absent)} {reason}. {EVERY_RANK} {FEWER_BATCHES}", wait.absent[0], None, reason)
-        if not silent and wait.rank == min(set(names) - set(wait.absent)):
+        if not silent and wait.rank == min(set(self._detector.ranks) - set(wait.absent)):
             write_to_stderr(f"fsdp: {wait.describe()}.")
         return True
 

@@ -182,7 +182,7 @@ class PeerMonitor:
 
     def _start(self) -> None:
         """Begin an epoch: a new detector and new connections."""
-        self.detector = DesyncDetector(self._scope(f"{self._epoch}"), self._rank, len(self.ranks), self, self._time_out)
+        self.detector = DesyncDetector(self._scope(f"{self._epoch}"), self._rank, self.ranks, self, self._time_out)
         self.sequences = self.detector.sequences
         self.detector.open(OPENING)
         for name in self._comms:
@@ -207,10 +207,6 @@ class PeerMonitor:
     def count_hosts(self) -> int:
         """The number of hosts of the group, the same on all ranks. To be called after `meet`."""
         return self._neighbours.count_hosts()
-
-    def name(self, rank: int) -> int:
-        """The rank as the user counts it: in the default group."""
-        return self.ranks[rank]
 
     def _connect_comm(self, name: str) -> None:
         self.detector.open(name)

@@ -26,9 +26,6 @@ class NoPeers:
     def check_peers(self, broken: bool, where: str = "", stalled: bool = False) -> None:
         return
 
-    def name(self, rank: int) -> int:
-        return rank
-
     def disconnect(self) -> None:
         return
 
@@ -52,7 +49,7 @@ class Ranks:
 
     def __init__(self, size: int, time_out: float = desync.TIME_OUT) -> None:
         self.store = MemoryStore()
-        self.watches = [DesyncDetector(self.store, rank, size, NoPeers(), time_out) for rank in range(size)]
+        self.watches = [DesyncDetector(self.store, rank, range(size), NoPeers(), time_out) for rank in range(size)]
         self.said: dict[int, str] = {}
 
     def run(self, *programs: Callable[[DesyncDetector], None]) -> None:
@@ -162,7 +159,7 @@ def test_all_waiting_for_one_slow_call_is_no_deadlock() -> None:
 
 
 def test_after_a_disagreement_every_call_says_so() -> None:
-    detector = DesyncDetector(MemoryStore(), 0, 2, NoPeers())
+    detector = DesyncDetector(MemoryStore(), 0, range(2), NoPeers())
     gathers = detector.open("shard")
     detector.declare_fatal("The ranks disagree.")
     with pytest.raises(fsdp.WorldError, match="The ranks disagree"):
