@@ -8,7 +8,7 @@ others. One gather serves all parameters of a flat buffer. When to gather again 
 asks the version counters of the shards: a rank without elements of a unit never sees them change. They only serve to refuse.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
 from typing import Any, Final
@@ -61,10 +61,17 @@ def summon_full_params(model: nn.Module, writeback: bool = True) -> Iterator[Non
         IllegalTransition: a forward, a backward or another summon is running.
         ShardingError: `model` contains no unit, or a shard was replaced by a tensor that does not fit.
     """
+    with summoned_units(units_in(model, "summon_full_params"), writeback):
+        yield
+
+
+@contextmanager
+def summoned_units(units: Iterable[UnitRef], writeback: bool) -> Iterator[None]:
+    """Give the parameters of these units their full values inside; see `summon_full_params`. Communicates on entry."""
     entered: list[UnitRef] = []
     writes_back = False
     try:
-        for unit in units_in(model, "summon_full_params"):
+        for unit in units:
             if not unit.unit.has_full_params:
                 unit.unit.check_shards()
             unit.on_event(Event.SUMMON)
@@ -74,19 +81,6 @@ def summon_full_params(model: nn.Module, writeback: bool = True) -> Iterator[Non
     finally:
         for unit in entered:
             unit.on_event(Event.UNSUMMON_WRITEBACK if writes_back else Event.UNSUMMON_DISCARD)
-
-
-@contextmanager
-def summoned_unit(unit: UnitRef, writeback: bool) -> Iterator[None]:
-    """Give the parameters of one unit their full values inside; see `summon_full_params`. Communicates on entry."""
-    unit.unit.check_shards()
-    unit.on_event(Event.SUMMON)
-    writes_back = False
-    try:
-        yield
-        writes_back = writeback
-    finally:
-        unit.on_event(Event.UNSUMMON_WRITEBACK if writes_back else Event.UNSUMMON_DISCARD)
 
 
 def full_parameters(model: nn.Module) -> AbstractContextManager[None]:

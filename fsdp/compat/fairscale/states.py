@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.api.summon import summoned_unit
+from fsdp.api.summon import summoned_units
 from fsdp.compat.fairscale.flat_params import Flat, views_of
 from fsdp.compat.fairscale.flatten import rename
 from fsdp.compat.fairscale.groups import can_communicate, gather_chunks, global_rank
@@ -57,7 +57,7 @@ def padding(flat: Flat, rank: int, world_size: int) -> int:
 @contextmanager
 def summoned(instance: Any, writeback: bool) -> Iterator[None]:
     """Give the modules of one instance their full parameters inside."""
-    with summoned_unit(instance._unit_ref, writeback), instance.module.unflatten_params():
+    with summoned_units([instance._unit_ref], writeback), instance.module.unflatten_params():
         yield
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp.api.summon import summoned_unit
+from fsdp.api.summon import summoned_units
 from fsdp.autograd.frames import in_backward
 from fsdp.compat.fsdp1.root_forward import take_over
 from fsdp.compat.fsdp1.torch_names import ShardingStrategy, TrainingState
@@ -30,14 +30,14 @@ def summoned(
             if ref is None:
                 continue
             if rank0_only and one.rank != 0:
-                with summoned_unit(ref, writeback=False):
+                with summoned_units([ref], writeback=False):
                     pass  # to join the collective
             else:
                 # under FSDP1 a rank that holds all of it changes it in place, unless what it shows is a copy of the host's
                 in_place = one.sharding_strategy is ShardingStrategy.NO_SHARD and not one.cpu_offload.offload_params
                 writes = writeback or in_place
                 grads = stack.enter_context(_full_grads(ref, writes)) if with_grads else {}
-                stack.enter_context(summoned_unit(ref, writes))
+                stack.enter_context(summoned_units([ref], writes))
                 stack.enter_context(_grads_shown(ref, grads))
             one.set_summoned(True)
             stack.callback(one.set_summoned, False)
