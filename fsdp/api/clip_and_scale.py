@@ -71,11 +71,15 @@ def _measure(model: nn.Module, power: float) -> tuple[Tensor, list[Tensor], list
         raise ShardingError(
             f"clip_grad_norm_: {why}, so the norm over all of them is not defined here; wrap the whole model over one group."
         )
+    _refuse_unless_reduced(engines)
+    return _norm_over(engines, parameters, power)
+
+
+def _refuse_unless_reduced(engines: Sequence[Engine]) -> None:
     for engine in engines:
         refuse_unless_resting("clip_grad_norm_", engine)
         if engine.reducer.keeps_gradients:
             raise refusal("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.", engine)
-    return _norm_over(engines, parameters, power)
 
 
 def _norm_over(
@@ -113,10 +117,7 @@ def clip_norm_of_roots(model: nn.Module, max_norm: float, norm_type: float = 2.0
     if not power > 0:
         raise ShardingError(f"norm_type must be a positive number or inf, not {norm_type!r}.")
     engines = engines_in(model, "clip_grad_norm_")
-    for engine in engines:
-        refuse_unless_resting("clip_grad_norm_", engine)
-        if engine.reducer.keeps_gradients:
-            raise refusal("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.", engine)
+    _refuse_unless_reduced(engines)
     of_roots = [[p for unit in engine.units for p in unit.sharded_params] for engine in engines]
     sharded = {id(p) for parameters in of_roots for p in parameters}
     outside = [p for p in model.parameters() if id(p) not in sharded]
