@@ -41,7 +41,8 @@ def is_bare_container(module: nn.Module) -> bool:
 class Planned(NamedTuple):
     """One unit of a root: a new one, or one that was wrapped before."""
 
-    module: nn.Module
+    members: tuple[nn.Module, ...]
+    """The modules whose forwards are the unit's: one, or those of a list that is one unit."""
     name: str
     unit: Unit | None
     """The unit itself, if it was wrapped before and stays as it is."""
@@ -55,8 +56,11 @@ class Planned(NamedTuple):
     """The modules of the unit, without those of its inner units and without ignored ones."""
     borrowed: tuple[str, ...]
     """For the root: what it borrows of units that are not inside it, each as the end of a sentence."""
-    members: tuple[nn.Module, ...]
-    """The modules whose forwards are the unit's: `module`, or all modules of a list that is one unit."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that is the unit, or the first of a list."""
+        return self.members[0]
 
 
 def make_plan(
@@ -125,7 +129,6 @@ class _Walk:
         self._chosen = chosen
         self._is_wrapper = is_wrapper
         self._inside = {id(module) for root in roots for module in root.modules()}
-        self._modules: list[nn.Module] = []
         self._members: list[tuple[nn.Module, ...]] = []
         self._names: list[str] = []
         self._index: dict[int, int] = {}
@@ -143,8 +146,7 @@ class _Walk:
             members = self._members_of(module)
             index = self._index.get(id(members[0]))
             if index is None:
-                index = self._index[id(members[0])] = len(self._modules)
-                self._modules.append(members[0])
+                index = self._index[id(members[0])] = len(self._members)
                 self._members.append(members)
                 self._names.append(path)
                 self._ancestors.append(set())
@@ -172,10 +174,10 @@ class _Walk:
                     "ignore every module that uses it, or none."
                 )
         others = {*(id(one) for members in self._members for one in members), *self._ignored}
-        param_infos: list[list[ParamInfo]] = [[] for _ in self._modules]
+        param_infos: list[list[ParamInfo]] = [[] for _ in self._members]
         for key, info in self._param_infos.items():
             owner = self._chains[key][-1]
-            unit = _unit_of(self._modules[owner])
+            unit = _unit_of(self._members[owner][0])
             if unit is None or owner in regrouped:
                 param_infos[owner].append(info)
             elif owning_unit(info.parameter) is not unit:
@@ -187,17 +189,16 @@ class _Walk:
         position = {i: new for new, i in enumerate(order)}
         return [
             Planned(
-                self._modules[i],
-                ("" if len(self._roots) > 1 and not i else self._names[i]) or type(self._modules[i]).__name__,
-                None if i in regrouped else _unit_of(self._modules[i]),
+                members,
+                ("" if len(self._roots) > 1 and not i else self._names[i]) or type(members[0]).__name__,
+                None if i in regrouped else _unit_of(members[0]),
                 regrouped.get(i),
                 param_infos[i],
                 frozenset(position[outer] for outer in self._ancestors[i]),
-                [one for member in self._members[i] for one in modules_within(member, others)],
+                [one for member in members for one in modules_within(member, others)],
                 () if self._ancestors[i] else tuple(self._borrowed),
-                self._members[i],
             )
-            for i in order
+            for i, members in ((i, self._members[i]) for i in order)
         ]
 
     def _outermost_first(self) -> list[int]:
@@ -262,7 +263,7 @@ class _Walk:
         found: dict[int, Unit] = {}
         for key, info in self._param_infos.items():
             owner = owning_unit(info.parameter)
-            if isinstance(owner, Unit) and self._modules[self._chains[key][-1]] is not owner.module:
+            if isinstance(owner, Unit) and self._members[self._chains[key][-1]][0] is not owner.module:
                 refuse_regrouping(owner, info.names[0])
                 found[self._index[id(owner.module)]] = owner
         return found
