@@ -64,9 +64,10 @@ class Beside:
 class RoutedCommunicator(ProcessGroupCommunicator):
     """The calls of a routed group, over connections of its own."""
 
+    monitor: PeerMonitor
+
     def __init__(self, group: dist.ProcessGroup, peers: PeerMonitor) -> None:
         super().__init__(group, ROUTED, peers)
-        self._monitor = peers
         self._label = group.group_desc
         self.beside = Beside()
 
@@ -89,7 +90,7 @@ class RoutedCommunicator(ProcessGroupCommunicator):
         return RoutedWork(work, launched[0], self.beside)
 
     def _launch_message(self, kind: str, launch: Callable[[Any], Any]) -> Work:
-        peers, where = self._monitor, where_of(kind, self._label)
+        peers, where = self.monitor, where_of(kind, self._label)
         if peers.down:
             peers.reconnect()
         # no rank has this call in common with another, so it is compared with none
