@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -165,11 +164,10 @@ class CheckpointWriter:
         with self._cleaning_up(comm):
             self._progress.begin(2 * self._plan.nbytes)
             files = self._plan.write(comm, self._progress.add)
-            manifest = Manifest(comm.size, time.time_ns(), {}, self._layout, files)
-            agree_on_refusals(comm, "save", lambda: self._publish(manifest) if comm.rank == 0 else None)
+            agree_on_refusals(comm, "save", lambda: self._publish(comm.size, files) if comm.rank == 0 else None)
             self._progress.end()
 
-    def _publish(self, manifest: Manifest) -> None:
+    def _publish(self, world_size: int, files: dict[str, Any]) -> None:
         """Write the manifest, make the checkpoint visible, and remove old checkpoints as `keep_last` says."""
         from fsdp.checkpoint import dcp
 
@@ -180,7 +178,7 @@ class CheckpointWriter:
             if (found := stored.tensor(key)) is not None
         }
         with not_written("save", self._folder):
-            replace(manifest, tensors=tensors).write(self._working)
+            Manifest(world_size, time.time_ns(), tensors, self._layout, files).write(self._working)
             publish("save", self._working, self._folder)
         if self._keep_last is not None:
             _prune(self._folder.parent, self._keep_last)
