@@ -22,6 +22,7 @@ from fsdp.checkpoint.save import EMA_PART, RANDOM, RANK_MARK, Pathlike, layout_e
 from fsdp.comm.agreement import agree_on_refusals
 from fsdp.errors import ShardingError
 from fsdp.file_errors import file_errors
+from fsdp.shards.cut import Shape
 from fsdp.shards.refusals import check_fit
 from fsdp.state_dict.ema import EMA
 from fsdp.state_dict.fqns import IncompatibleKeys, check_names, extra_states
@@ -224,14 +225,18 @@ def _model_targets(
     entries = [(name, tensor) for name, tensor in model_view.entries if name in there]
     param_shards = model_view.param_shards
     for name, tensor in entries:
-        found = stored.tensor(there[name])
-        if found is None:
-            raise ShardingError(f"{operation}: {name!r} is no tensor there.")
         shape = param_shards[id(tensor)].shape if id(tensor) in param_shards else tuple(tensor.shape)
-        check_fit(operation, name, torch.empty(found.size, dtype=found.properties.dtype, device="meta"), shape, tensor.dtype)
+        _check_stored(operation, name, stored.tensor(there[name]), shape, tensor.dtype)
     values = model_view.model.state_dict()
     targets = {there[name]: values[name] for name, _ in entries}
     return {**targets, **{there[key]: stored.empty(there[key]) for kept in nested.values() for key in kept}}, keys
+
+
+def _check_stored(operation: str, name: str, found: Any, shape: Shape, dtype: torch.dtype) -> None:
+    """Check that the stored tensor `found` can be loaded into one of `shape` and `dtype`; None if the value is no tensor."""
+    if found is None:
+        raise ShardingError(f"{operation}: {name!r} is no tensor there.")
+    check_fit(operation, name, torch.empty(found.size, dtype=found.properties.dtype, device="meta"), shape, dtype)
 
 
 def _is_empty_dict(value: object) -> bool:
@@ -262,11 +267,7 @@ def _average_targets(folder: Path, stored: "StoredCheckpoint", ema: EMA) -> dict
     averages = ema.averages()
     check_names(operation, [prefix + name for name in averages], {key: 0 for key in stored.paths if key.startswith(prefix)})
     for name, average in averages.items():
-        found = stored.tensor(prefix + name)
-        if found is None:
-            raise ShardingError(f"{operation}: {prefix + name!r} is no tensor there.")
-        kept = torch.empty(found.size, dtype=found.properties.dtype, device="meta")
-        check_fit(operation, prefix + name, kept, tuple(average.shape), average.dtype)
+        _check_stored(operation, prefix + name, stored.tensor(prefix + name), tuple(average.shape), average.dtype)
     return {counter: None, **{prefix + name: average for name, average in averages.items()}}
 
 
