@@ -6,7 +6,7 @@ Rule 3: a rank that is alone has a communicator too (`SingleRankCommunicator`), 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -146,26 +146,24 @@ class CarriesHostTensors:
         """The device on which the copies are made."""
         raise NotImplementedError
 
+    def _carried(self, tensor: Tensor, launch: Callable[[Tensor], Work]) -> Work:
+        """Launch a collective of a tensor of a device, or of a copy of one on the host, which `wait` copies back."""
+        if tensor.device.type != "cpu":
+            return launch(tensor)
+        copy = tensor.to(self.carrier)
+        return CopyBack(launch(copy), copy, tensor)
+
     def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
         parent: Any = super()
-        if unsharded.device.type != "cpu":
-            return cast(Work, parent.all_gather(unsharded, label, own))
-        copy = unsharded.to(self.carrier)
-        return CopyBack(parent.all_gather(copy, label), copy, unsharded)
+        return self._carried(unsharded, lambda one: parent.all_gather(one, label, own if one is unsharded else None))
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         parent: Any = super()
-        if tensor.device.type != "cpu":
-            return cast(Work, parent.all_reduce(tensor, op, label, fixed_order))
-        copy = tensor.to(self.carrier)
-        return CopyBack(parent.all_reduce(copy, op, label, fixed_order), copy, tensor)
+        return self._carried(tensor, lambda one: parent.all_reduce(one, op, label, fixed_order))
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
         parent: Any = super()
-        if tensor.device.type != "cpu":
-            return cast(Work, parent.broadcast(tensor, source, label))
-        copy = tensor.to(self.carrier)
-        return CopyBack(parent.broadcast(copy, source, label), copy, tensor)
+        return self._carried(tensor, lambda one: parent.broadcast(one, source, label))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
