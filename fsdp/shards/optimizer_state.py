@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from fsdp.autograd.dynamo import is_full_graph
 from fsdp.autograd.frames import FullStateCall, full_state_call
 from fsdp.comm.agreement import agree_and_gather
-from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.refusals import refuse_compiled
@@ -105,17 +104,13 @@ def _full_state(parameters: Parameters, state: State, call: FullStateCall) -> St
         ShardingError: on every rank, if some state has no full form, or ranks differ in a number.
     """
     full: State = {}
-    for comm, here, found in _placed("get", parameters, state):
-        for number, kept in found.items():
-            for key, one in kept.items():
-                if isinstance(one, StatePlacement):
-                    mine, where = (
-                        state.get(number, {}).get(key),
-                        f"{_FULL}: {key!r} of parameter {here[number].shard_info.name!r}",
-                    )
-                    one = one.gather(where, None if mine is None else plain(mine), comm, here[number].device)
-                if call.keeps:
-                    full.setdefault(number, {})[key] = one.cpu() if call.offloads and isinstance(one, Tensor) else one
+    for number, key, one in _placed("get", parameters, state):
+        if isinstance(one, StatePlacement):
+            info, mine = parameters[number].shard_info, state.get(number, {}).get(key)
+            where = f"{_FULL}: {key!r} of parameter {info.name!r}"
+            one = one.gather(where, None if mine is None else plain(mine), info.comm, parameters[number].device)
+        if call.keeps:
+            full.setdefault(number, {})[key] = one.cpu() if call.offloads and isinstance(one, Tensor) else one
     return full
 
 
@@ -125,17 +120,18 @@ def _state_of_others(parameters: Parameters, state: State) -> State:
     It loads what it finds on this rank alone, and puts full tensors in the place of these, which have the right shapes.
     """
     others: State = {}
-    for _, here, found in _placed("set", parameters, state):
-        for number, kept in found.items():
-            for key, one in kept.items():
-                if isinstance(one, StatePlacement):
-                    one = torch.empty((), dtype=one.dtype, device=here[number].device).expand(one.shape)
-                others.setdefault(number, {})[key] = one
+    for number, key, one in _placed("set", parameters, state):
+        if isinstance(one, StatePlacement):
+            one = torch.empty((), dtype=one.dtype, device=parameters[number].device).expand(one.shape)
+        others.setdefault(number, {})[key] = one
     return others
 
 
-def _placed(verb: str, parameters: Parameters, state: State) -> Iterator[tuple[Communicator, Parameters, State]]:
-    """The parameters of each group of ranks, and the state that any of these has, see `placed`. Communicates."""
+def _placed(verb: str, parameters: Parameters, state: State) -> Iterator[tuple[Any, str, Any]]:
+    """All state that any rank has: the number of the parameter, the key, and the value or its placement, see `placed`.
+
+    Communicates, in one group of ranks after the other.
+    """
     for comm in dict.fromkeys(p.shard_info.comm for p in parameters.values()):
         here = {number: p for number, p in parameters.items() if p.shard_info.comm is comm}
         names = {number: p.shard_info.name for number, p in here.items()}
@@ -145,7 +141,9 @@ def _placed(verb: str, parameters: Parameters, state: State) -> Iterator[tuple[C
             if number in state and not (isinstance(p, EmptyShardParameter) and p.shard_info.numel)
         }
         by_rank = agree_and_gather(comm, f"{verb}_optimizer_state_dict", partial(outline_of, _FULL, local, names))
-        yield comm, here, placed(_FULL, by_rank, {number: p.shard_info.place_state for number, p in here.items()}, names)
+        places = {number: p.shard_info.place_state for number, p in here.items()}
+        for number, kept in placed(_FULL, by_rank, places, names).items():
+            yield from ((number, key, one) for key, one in kept.items())
 
 
 def _take_values(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
