@@ -6,6 +6,7 @@ An optimizer's own state dict holds this rank's shards, under the numbers of the
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from functools import partial
+from itertools import chain
 from typing import Any, TypedDict
 
 import torch
@@ -199,15 +200,13 @@ class OptimizerView:
 
     def numbered(self, state: State, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """This rank's state by the numbers of the optimizer, as its own `load_state_dict` takes it."""
-        numbers = {name: number for number, name in enumerate(name for names in self.groups for name in names)}
         current = own_method(self.optimizer, "state_dict")()["param_groups"]
         renumbered = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": numbered["params"]}
             for group, numbered in zip(groups, current, strict=True)
         ]
-        in_order = [number for group in current for number in group["params"]]
-        by_number = {in_order[numbers[name]]: kept for name, kept in state.items()}
-        return {"state": by_number, "param_groups": renumbered}
+        numbers = dict(zip(chain(*self.groups), chain(*(group["params"] for group in current)), strict=True))
+        return {"state": {numbers[name]: kept for name, kept in state.items()}, "param_groups": renumbered}
 
     def install(self, state: State, groups: list[dict[str, Any]]) -> None:
         """Load this rank's state by the optimizer's own `load_state_dict`, which converts dtypes and devices."""
