@@ -100,7 +100,7 @@ def open_comms(process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int = 
         process_group = mesh.get_group()
     if process_group is None:
         process_group = _default_group()
-    comm = _shard_comm(process_group)
+    comm = _comm(process_group, SHARD_NAME)
     reduce_comms = [_reduce_comm(process_group, number) for number in range(lanes)]
     if mesh_kind is MeshKind.REPLICATE:
         return CommContext(_alone, comm, tuple(Lane(_alone, one) for one in reduce_comms))
@@ -120,7 +120,7 @@ def open_across(mesh: Any, comms: CommContext, ranks: tuple[int, ...]) -> CommCo
     if here is not None:
         return comms._replace(across=here.comm(JOINT_NAME, ranks))
     group = _group_of(mesh.get_group(mesh.ndim - 1), ranks)
-    return comms._replace(across=_own_comm(group, JOINT_NAME))
+    return comms._replace(across=_comm(group, JOINT_NAME, apart=True))
 
 
 def open_routed(group: dist.ProcessGroup | None, comms: CommContext) -> tuple[Any, CommContext]:
@@ -157,7 +157,7 @@ def _routed_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if isinstance(group, RoutedGroup | SimulatedGroup) or dist.get_world_size(group) == 1 or not _is_of_gloo(group):
         return group
     if group not in _routed:
-        comm = _comm(group, ROUTED, lambda peers: group)
+        comm = _comm(group, ROUTED)
         assert isinstance(comm, RoutedCommunicator)
         _routed[group] = route(group, comm)
     return _routed[group]
@@ -174,7 +174,7 @@ def background_comm(world_comm: Communicator) -> Communicator:
         ranks = dist.get_process_group_ranks(world_comm.group)
         world_comm.gather_objects(None, "save with async_")  # new_group does not ask whether the others will come
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        _background[world_comm.group] = _comm(group, "background", lambda peers: group)
+        _background[world_comm.group] = _comm(group, "background")
     return _background[world_comm.group]
 
 
@@ -234,7 +234,7 @@ def _hybrid_comms(mesh: Any, lanes: int) -> CommContext:
         ranks = tuple(mesh.mesh.flatten().tolist())
     world = _group_of(rows, ranks)
     opened = tuple(Lane(_reduce_comm(rows, number), _reduce_comm(columns, number)) for number in range(lanes))
-    return CommContext(_shard_comm(rows), _reduce_comm(world, 0), opened)
+    return CommContext(_comm(rows, SHARD_NAME), _reduce_comm(world, 0), opened)
 
 
 def _group_of(row: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -279,30 +279,16 @@ def _default_group() -> dist.ProcessGroup:
     return c10d._get_default_group()
 
 
-def _shard_comm(group: dist.ProcessGroup) -> Communicator:
-    """The communicator for all-gathers over the ranks of a group."""
-    return _comm(group, SHARD_NAME, lambda peers: group)
-
-
 def _reduce_comm(group: dist.ProcessGroup, number: int) -> Communicator:
     """The communicator for reductions of lane `number` over the ranks of a group."""
-    return _own_comm(group, lane_name(REDUCE_NAME, number))
+    return _comm(group, lane_name(REDUCE_NAME, number), apart=True)
 
 
-def _own_comm(group: dist.ProcessGroup, name: str) -> Communicator:
-    """A communicator whose collectives come in no order with those of others over the ranks of a group."""
+def _comm(group: dist.ProcessGroup, name: str, apart: bool = False) -> Communicator:
+    """The communicator of that name over the ranks of a group. The first call opens it.
 
-    def carrier(peers: PeerMonitor | None) -> Any:
-        # with gloo alone, communicators have connections of their own and need no group of their own
-        if peers is not None and _gloo(group) is not None and not torch.accelerator.is_available():
-            return group
-        return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-
-    return _comm(group, name, carrier)
-
-
-def _comm(group: dist.ProcessGroup, name: str, carrier: Callable[[PeerMonitor | None], Any]) -> Communicator:
-    """The communicator of that name over the ranks of a group. The first call opens it, over the group that `carrier` returns."""
+    `apart`: its collectives come in no order with those of others over these ranks.
+    """
     if dist.get_world_size(group) == 1:
         return _alone
     require_package("A process group of several ranks", "numpy")  # torch sends and receives objects with it
@@ -311,11 +297,19 @@ def _comm(group: dist.ProcessGroup, name: str, carrier: Callable[[PeerMonitor | 
         if peers is not None:
             peers.meet()
             peers.open(name)
-        carries = carrier(peers)
+        carries = _group_apart(group, peers) if apart else group
         if isinstance(peers, DevicePeerMonitor):
             peers.add_abort(partial(_abort, weakref.ref(carries)))
         known[name] = _open(group, carries, name, peers)
     return known[name]
+
+
+def _group_apart(group: dist.ProcessGroup, peers: PeerMonitor | None) -> Any:
+    """A group over the same ranks, for a communicator whose collectives come in no order with those of others."""
+    # with gloo alone, communicators have connections of their own and need no group of their own
+    if peers is not None and _gloo(group) is not None and not torch.accelerator.is_available():
+        return group
+    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
 
 
 def _open(group: dist.ProcessGroup, carries: dist.ProcessGroup, name: str, peers: PeerMonitor | None) -> Communicator:
