@@ -192,15 +192,13 @@ def _simulated_comms(
     def comm(name: str, ranks: tuple[int, ...] | None) -> Communicator:
         return _alone if ranks is None else here.comm(name, ranks)
 
-    def lane(number: int) -> Lane:
-        return Lane(comm(lane_name(REDUCE_NAME, number), shards), comm(lane_name(REPLICA_NAME, number), replicas))
-
-    if mesh_kind is MeshKind.REPLICATE:
-        opened = tuple(Lane(_alone, comm(lane_name(REDUCE_NAME, number), replicas)) for number in range(lanes))
-        return CommContext(_alone, comm(SHARD_NAME, world), opened)
     # not the row's, even if there is only one row: questions to all ranks must not come between its reductions
-    name = WORLD_NAME if mesh_kind is MeshKind.HYBRID else SHARD_NAME
-    return CommContext(comm(SHARD_NAME, shards), comm(name, world), tuple(map(lane, range(lanes))))
+    of_replicas, of_world = (REPLICA_NAME, WORLD_NAME) if mesh_kind is MeshKind.HYBRID else (REDUCE_NAME, SHARD_NAME)
+
+    def lane(number: int) -> Lane:
+        return Lane(comm(lane_name(REDUCE_NAME, number), shards), comm(lane_name(of_replicas, number), replicas))
+
+    return CommContext(comm(SHARD_NAME, shards), comm(of_world, world), tuple(map(lane, range(lanes))))
 
 
 _Ranks: TypeAlias = tuple[int, ...] | None
