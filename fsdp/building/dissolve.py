@@ -47,8 +47,8 @@ def agree_on_gradients(units: Iterable[Unit], world_comm: Communicator, function
     for param_shard, flags in zip(param_shards, said, strict=True):
         if len(flags) > 1:
             raise ShardingError(
-                f"{function_name}: parameter {param_shard.flat.param_infos[param_shard.number].names[0]!r} has a gradient on "
-                "some ranks only; set it to None on all ranks, or on none."
+                f"{function_name}: parameter {param_shard.placement.name!r} has a gradient on some ranks only; "
+                "set it to None on all ranks, or on none."
             )
     return {id(one.parameter): True in flags for one, flags in zip(param_shards, said, strict=True)}
 
