@@ -15,16 +15,19 @@ from fsdp.state_dict.param_shard import ParamShard
 class ParamRange(NamedTuple):
     """Neighbouring parameters of one flat buffer: its elements `start` to `end`, unsharded."""
 
-    flat: FlatBuffer
     param_shards: tuple[ParamShard, ...]
 
     @property
+    def flat(self) -> FlatBuffer:
+        return self.param_shards[0].flat
+
+    @property
     def start(self) -> int:
-        return self.flat.layout.slots[self.param_shards[0].number].start
+        return self.param_shards[0].placement.extent.start
 
     @property
     def end(self) -> int:
-        return self.flat.layout.slots[self.param_shards[-1].number].end
+        return self.param_shards[-1].placement.extent.end
 
     @property
     def nbytes(self) -> int:
@@ -38,8 +41,8 @@ class ParamRange(NamedTuple):
 
     def full_param(self, buffer: Tensor, param_shard: ParamShard) -> Tensor:
         """One full parameter of the range: a view of `buffer` (end - start,), or a copy that is gathered, see `Placement`."""
-        slot = self.flat.layout.slots[param_shard.number]
-        return param_shard.placement.full_of(buffer[slot.start - self.start : slot.end - self.start].view(slot.shape))
+        extent = param_shard.placement.extent
+        return param_shard.placement.full_of(buffer[extent.start - self.start : extent.end - self.start].view(extent.shape))
 
 
 def ranges_of(unit: Unit, limit: int) -> Iterator[ParamRange]:
@@ -47,13 +50,13 @@ def ranges_of(unit: Unit, limit: int) -> Iterator[ParamRange]:
     for flat in unit.flats:
         param_shards: tuple[ParamShard, ...] = ()
         for index in range(len(flat.param_infos)):
-            longer = ParamRange(flat, (*param_shards, ParamShard(flat, index)))
+            longer = ParamRange((*param_shards, ParamShard(flat, index)))
             if param_shards and longer.nbytes > limit:
-                yield ParamRange(flat, param_shards)
-                longer = ParamRange(flat, (ParamShard(flat, index),))
+                yield ParamRange(param_shards)
+                longer = ParamRange((ParamShard(flat, index),))
             param_shards = longer.param_shards
         if param_shards:
-            yield ParamRange(flat, param_shards)
+            yield ParamRange(param_shards)
 
 
 def gather_range(param_range: ParamRange, label: str, memory: Tensor | None = None) -> Tensor:

@@ -107,7 +107,7 @@ class StateHooks(RefuseCopy):
     def _in_full(self, param_shard: ParamShard, value: Tensor, call: FullStateCall) -> Tensor:
         """The full parameter. Communicates. torch drops what it gets on a rank that does not keep it, so there it is `value`."""
         refuse_unless_resting("get_model_state_dict", self._engine)
-        param_range = ParamRange(param_shard.flat, (param_shard,))
+        param_range = ParamRange((param_shard,))
         buffer = gather_range(param_range, self._unit.name)
         if not call.keeps:
             return value
