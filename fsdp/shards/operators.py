@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import torch
 
+from fsdp.shards.norms_and_sums import REDUCTIONS
+
 
 class Rule(Enum):
     """How an operator on shards is computed."""
@@ -50,10 +52,11 @@ _FOREACH: Final = {
     *("_foreach_round", "_foreach_rsqrt", "_foreach_sigmoid", "_foreach_sign", "_foreach_sin", "_foreach_sinh", "_foreach_sqrt"),
     *("_foreach_sub", "_foreach_tan", "_foreach_tanh", "_foreach_trunc", "_foreach_zero"),
 }
+_OF_ONE_OVERLOAD: Final = ("max", "min")
+"""Operators that are reductions by their overload `default` alone."""
 _REDUCTIONS: Final = (
-    *("linalg_vector_norm", "norm", "sum", "nansum", "mean", "amax", "amin", "prod", "any", "all", "count_nonzero", "var", "std"),
-    *("equal", "allclose", "dot", "vdot", "_is_all_true", "_is_any_true"),
-    *("_foreach_norm", "_foreach_max", "_amp_foreach_non_finite_check_and_unscale_"),
+    *[name for name in REDUCTIONS if name not in _OF_ONE_OVERLOAD],
+    *("equal", "allclose", "dot", "vdot", "_amp_foreach_non_finite_check_and_unscale_"),
 )
 _QUERIES: Final = ("is_pinned", "record_stream", "_pin_memory", "is_same_size", "_has_compatible_shallow_copy_type", "pin_memory")
 _BY_NAME: Final = {
@@ -81,7 +84,7 @@ def rule_of(func: Any) -> Rule:
         return Rule.ELEMENT_WISE if name in _ELEMENT_WISE or torch.Tag.pointwise in func.tags else Rule.REFUSED
     if name in _BY_NAME:
         return _BY_NAME[name]
-    if name in ("max", "min") and overload == "default":
+    if name in _OF_ONE_OVERLOAD and overload == "default":
         return Rule.REDUCTION
     if name.removesuffix("_") in _FOREACH:
         return Rule.ELEMENT_WISE_LISTS
