@@ -1,6 +1,7 @@
 """The calls that the ranks of a group wait for, as plain data, and how errors and the dump name them."""
 
 import re
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
