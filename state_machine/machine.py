@@ -39,10 +39,10 @@ class Machine(Generic[S, E, A]):
         Raises:
             RuntimeError: the table has no row for the event. No state has changed.
         """
-        row = self._table[self.state].get(event)
-        if row is None:
-            raise self._refusal(event)
-        self.state, actions = row
+        try:
+            self.state, actions = self._table[self.state][event]
+        except KeyError:
+            raise self._refusal(event) from None
         self._story.append(event)
         return actions
 

@@ -120,11 +120,12 @@ class Root:
         self.backward, self.in_backward = backward, backward not in RESTING
 
     def _on(self, event: BackwardEvent) -> BackwardStep:
-        step = BACKWARD[self.backward].get(event)
-        if step is None:
+        try:
+            step = BACKWARD[self.backward][event]
+        except KeyError:
             raise RuntimeError(
                 f"the backward: {event.name} is not allowed in {self.backward.name}; this is a bug in fsdp, please report it."
-            )
+            ) from None
         self.backward, self.in_backward = step.to, step.to not in RESTING
         return step
 

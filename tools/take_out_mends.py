@@ -25,7 +25,6 @@ from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.shown_params import InterceptingParamDict
 from fsdp.params.unit import Unit
 from fsdp.reduction import accumulated
-from fsdp.reduction.reducer import Reducer
 from fsdp.runtime import forward_hooks
 from fsdp.runtime.engine import Engine
 from fsdp.shards import shard_tensor
@@ -59,8 +58,16 @@ def _sizes_of_parts() -> None:
     patch.object(ShardTensor, "shape", property(lambda shard: torch.Size(shard.shard_info.local_shape))).start()
 
 
-def _any_gradient_in_tensor_hooks() -> None:
-    patch.object(Reducer, "_shown_grads", lambda reducer: {}).start()
+def _gradients_of_before() -> None:
+    patch.object(Unit, "begin_pending", _nothing).start()
+
+
+def _gradients_that_modules_show() -> None:
+    patch.object(Unit, "on_listed", lambda unit, _: unit.sync_requires_grad()).start()
+
+
+def _any_removal_of_hooks() -> None:
+    patch.object(FlatBuffer, "refuse_removed_hook", _nothing).start()
 
 
 def _recomputes_in_post_accumulate_hooks() -> None:
@@ -103,7 +110,7 @@ def _lists_of_parameters() -> None:
     patch.object(InterceptingParamDict, "_tell_that_listed", _nothing).start()
 
 
-def _flags_in_hooks_of_activations() -> None:
+def _flags_in_hooks() -> None:
     patch.object(Unit, "refuse_changed_flags", _nothing).start()
 
 
@@ -129,7 +136,11 @@ MENDS: Final = {
         _steps_of_unreduced_gradients, "optimizer.step()", "between micro-batches"
     ),
     "the shape of a shard is that of its parameter": Mend(_sizes_of_parts, "read p.shape", "before a forward"),
-    "gradients set in a tensor hook": Mend(_any_gradient_in_tensor_hooks, "set p.grad to ones", "in a tensor hook", 1),
+    "gradients that are not reduced yet": Mend(_gradients_of_before, "set p.grad to ones", "in a tensor hook", 1),
+    "gradients that modules show in a backward": Mend(
+        _gradients_that_modules_show, "read a gradient of the root", "in a hook of an activation", 1
+    ),
+    "a hook that is removed before it has run": Mend(_any_removal_of_hooks, "remove the last hook", "in a tensor hook", 1),
     "forwards in a post-accumulate hook": Mend(
         _recomputes_in_post_accumulate_hooks, "replace p.data, evaluate, put it back", "in a post-accumulate hook"
     ),
@@ -141,9 +152,7 @@ MENDS: Final = {
     "changes of parameters that a backward lists": Mend(
         _lists_of_parameters, "change a weight of the root in place", "in a recompute", 1
     ),
-    "requires_grad set in a hook of an activation": Mend(
-        _flags_in_hooks_of_activations, "freeze the model", "in a hook of an activation", 1
-    ),
+    "requires_grad set in a hook of a backward": Mend(_flags_in_hooks, "freeze the model", "in a tensor hook", 1),
     "an evaluation with other weights inside a backward": Mend(
         _data_replaced_in_a_backward, "replace p.data, evaluate, put it back", "in a recompute", 1
     ),

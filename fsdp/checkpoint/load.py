@@ -127,7 +127,11 @@ def load(
             module.set_extra_state(found["model"][name])
     if optimizer_view is not None:
         given = found["optimizer"]
-        state = {name: _local_state(kept) for name, kept in given.get("state", {}).items()}
+        # as the optimizer keeps it: local tensors, under its own keys
+        state = {
+            name: {key.split(RANK_MARK)[0]: getattr(value, "local", value) for key, value in kept.items()}
+            for name, kept in given.get("state", {}).items()
+        }
         named = optimizer_view.named({"state": state, "param_groups": given["param_groups"]})
         optimizer_view.install(state, named["param_groups"])
     if ema is not None:
@@ -311,8 +315,3 @@ def _check_layout(operation: str, name: str, what: str, manifest: Manifest | Non
             f"{'unknown' if manifest is None else manifest.world_size} ranks; load it on as many, wrapped alike, or load without "
             "the optimizer and start it anew."
         )
-
-
-def _local_state(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """One parameter's state as the optimizer keeps it: local tensors, under its own keys."""
-    return {key.split(RANK_MARK)[0]: getattr(value, "local", value) for key, value in kept.items()}

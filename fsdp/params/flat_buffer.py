@@ -21,7 +21,7 @@ from fsdp.params.use_after_free import refuse_freed_reads
 from fsdp.params.wire import Wire, WireOfSegments
 from fsdp.shards.dtensors import here_of, refuse_own_gathers
 from fsdp.shards.refusals import refuse_grad_dtype
-from fsdp.shards.shard_parameter import moved_shards, shard_changes
+from fsdp.shards.shard_parameter import hooks_of, moved_shards, shard_changes
 from fsdp.shards.shard_tensor import plain, quick_attributes
 
 _BACKWARD_HOOKS: Final = attrgetter("_backward_hooks")
@@ -128,8 +128,10 @@ class FlatBuffer:
         """`requires_grad` of each parameter, as it was applied last."""
         self._flags_seen = -1
         """`shard_changes` when `requires_grad_flags` were last found right. Shards that count no changes are asked each time."""
-        self._unhooked_at = -1
+        self.unhooked_at = -1
         """`shard_changes` when no shard was last found to have a hook of the user."""
+        self._hooks: list[set[int]] = []
+        """The numbers of the hooks that each parameter had when gradients of this backward came, if there were any."""
         self._nonempty = [i for i, p in enumerate(self._local_unsharded) if p.numel()]
         self._with_memory = [self._local_unsharded[i] for i in self._nonempty]
         starts = (slot.start for slot in self.layout.slots if slot.numel)
@@ -304,36 +306,44 @@ class FlatBuffer:
             f"{shard.device}. Convert or move the module before wrapping it; for another compute precision give mp_policy."
         )
 
-    def current_flags(self) -> list[bool]:
-        """`requires_grad` of each sharded parameter."""
-        if self._flags_seen == shard_changes.count:
-            return self.requires_grad_flags
-        with quick_attributes():
-            return [*map(_REQUIRES_GRAD, self.sharded_params)]
-
     def sync_requires_grad(self) -> bool:
         """Copy `requires_grad` from the sharded to the unsharded parameters; return whether any changed."""
         if self._flags_seen == shard_changes.count:
             return False
         if self.asks_addresses:  # a shard refuses at once
             self.refuse_grad_dtypes()
-        flags = self.current_flags()
+        with quick_attributes():
+            flags = [*map(_REQUIRES_GRAD, self.sharded_params)]
         changed = flags != self.requires_grad_flags and self._set_requires_grad(flags)
         if not self.asks_addresses:
             self._flags_seen = shard_changes.count
         return changed
 
     def may_be_hooked(self) -> bool:
-        """Whether a sharded parameter may have a hook of the user."""
-        if self._unhooked_at == shard_changes.count:
-            return False
+        """Whether a sharded parameter may have a hook of the user, or had one when gradients of this backward came."""
+        if self._hooks or self.unhooked_at == shard_changes.count:
+            return bool(self._hooks)
         with quick_attributes():
             hooks = [*map(_BACKWARD_HOOKS, self.sharded_params)]
             found = max(map(len, filter(None, hooks)), default=0) > 1  # one hook is the engine's own
             found = found or any(map(_POST_HOOKS, self.sharded_params))
         if not found and not self.asks_addresses:
-            self._unhooked_at = shard_changes.count
+            self.unhooked_at = shard_changes.count
         return found
+
+    def see_hooks(self) -> None:
+        """Gradients of this backward come: the hooks that the sharded parameters have now will run."""
+        self._hooks = []
+        if self.may_be_hooked():
+            self._hooks = [*map(hooks_of, self.sharded_params)]
+
+    def refuse_removed_hook(self, i: int) -> None:
+        """Raise ShardingError if a hook of a parameter was removed between its gradient and its turn."""
+        if self._hooks and not self._hooks[i] <= hooks_of(self.sharded_params[i]):
+            raise ShardingError(
+                f"a hook of {self.param_infos[i].names[0]!r} was removed inside a backward, where its gradient has come and the "
+                "hook has not run yet: remove it after the backward, or in the hook itself."
+            )
 
     def refuse_grad_dtypes(self) -> None:
         """Raise ShardingError if the user has set `grad_dtype` of a sharded parameter to another dtype than its own."""

@@ -26,13 +26,22 @@ from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer, SavedShards
 from fsdp.params.param_info import ParamInfo
-from fsdp.params.shown_params import forget_owner, in_grad_hook, module_params_of, register_owner, show_plainly, touches
+from fsdp.params.shown_params import (
+    PendingGrads,
+    forget_owner,
+    in_grad_hook,
+    module_params_of,
+    register_owner,
+    show_plainly,
+    touches,
+)
 from fsdp.params.summoned_params import FullParams
 from fsdp.params.use_outside_forward import GatheredCopies, ReadCopies, gather_param, local_param
 from fsdp.params.versions import Versions
+from fsdp.shards.shard_parameter import shard_changes
 
-_IS_ELSEWHERE: Final = attrgetter("is_elsewhere")
 _GRAD: Final = attrgetter("grad")
+_IS_ELSEWHERE: Final = attrgetter("is_elsewhere")
 
 
 class UnitObserver(ABC):
@@ -45,6 +54,10 @@ class UnitObserver(ABC):
     @abstractmethod
     def on_external_grad(self) -> None:
         """A gradient of one parameter is about to come from a use outside the unit."""
+
+    @abstractmethod
+    def has_come(self, flat: FlatBuffer, index: int) -> bool:
+        """Whether a gradient of a parameter of a flat buffer has come in this backward, which is not in `.grad` yet."""
 
     @abstractmethod
     def unshard_for_backward(self) -> bool:
@@ -87,6 +100,10 @@ class Unit:
         self._full_params = FullParams(self.flats)
         self._read_copies = ReadCopies(self.param_infos, config.guard)
         self.unsharded_params = tuple(p for flat in self.flats for p in flat.unsharded_params)
+        self.pending = PendingGrads(self.sharded_params)
+        """The shards, from the first gradient of a backward until the reduced ones are put in."""
+        self.listed = PendingGrads(self.unsharded_params)
+        """The unsharded parameters, once code in a backward has listed them, until the engine looks at their gradients."""
         self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
         """Whether any parameter is trainable."""
         self.keys = frozenset(flat.key for flat in self.flats)
@@ -186,6 +203,7 @@ class Unit:
     def begin_recompute(self) -> None:
         """A recompute of the unit begins. What it changes repeats the forward, also if an error ends it."""
         self._write_back = self.write_back_inplace_of_recompute
+        self.listed.set(False)
 
     def refuse_repointed(self) -> None:
         """Raise ShardingError if `.data` of an unsharded parameter was replaced, before a forward inside a backward uses it."""
@@ -195,10 +213,36 @@ class Unit:
                 "is called there. The backward needs the values from before: replace it, evaluate and put it back outside."
             )
 
-    def on_listed(self) -> None:
-        """In a backward, code lists the parameters that a module shows. It may change those that are unsharded."""
+    def on_listed(self, parameter: nn.Parameter) -> None:
+        """In a backward, code lists the parameters that a module shows, this one among them. It may change what is unsharded."""
+        if self.unsharded_of(parameter) is not parameter:
+            return
         self.sync_requires_grad()
         self._write_back = self._write_back or self.write_back_inplace
+        self.listed.set(True)
+
+    def begin_pending(self) -> None:
+        """Gradients have come that are not reduced yet: `.grad` cannot be read."""
+        if not self.pending.is_pending:
+            for flat in self.flats:
+                if flat.unhooked_at != shard_changes.count:
+                    flat.see_hooks()
+            self.pending.set(True)
+
+    def holder_of_grad(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter that has the `.grad` of `parameter` in a backward: the shard.
+
+        Raises:
+            ShardingError: a gradient of this backward has come, and is not reduced yet.
+        """
+        flat, place = self._locate(self._indices[id(parameter)])
+        if self.observer.has_come(flat, place):
+            raise ShardingError(
+                f"`.grad` of {flat.param_infos[place].names[0]!r} inside a backward, where its gradient has come and is not "
+                "reduced yet: read and change it after the backward, or in p.register_post_accumulate_grad_hook. A tensor hook "
+                "returns the new gradient."
+            )
+        return flat.sharded_params[place]
 
     def end_recompute(self) -> None:
         """A recompute of the unit has ended. What the user changes until its backward repeats no forward."""
@@ -240,9 +284,14 @@ class Unit:
         if any([*map(FlatBuffer.sync_requires_grad, self.flats)]):
             self._find_out_if_trained()
 
-    def refuse_changed_flags(self) -> None:
-        """Raise ShardingError at the end of a backward if `requires_grad` of a shard was set in it, and was not applied."""
+    def refuse_changed_flags(self, shown: bool = False) -> None:
+        """Raise ShardingError at the end of a backward if `requires_grad` of a shard was set in it, and was not applied.
+
+        `shown`: also that of an unsharded parameter, which modules show inside a forward.
+        """
         before = [flat.requires_grad_flags for flat in self.flats]
+        if shown:
+            self.take_requires_grad()
         self.sync_requires_grad()
         for flat, flags in zip(self.flats, before, strict=True):
             for info, now, applied in zip(flat.param_infos, flat.requires_grad_flags, flags, strict=True):
@@ -484,6 +533,7 @@ class Unit:
         """
         if touches.count != self._touches:
             self._refuse_put_in()
+        self.listed.set(False)
         now = [*map(_GRAD, self.unsharded_params)]
         if any(map(is_not, now, gradients)) if gradients else now.count(None) < len(now):
             before = gradients or repeat(None)
@@ -504,6 +554,8 @@ class Unit:
         if any([*map(FlatBuffer.take_requires_grad, self.flats)]):
             self._find_out_if_trained()
         self._open = False
+        if self.listed.is_pending:
+            self.listed.set(False)
         for module_params in self._module_params:
             module_params.use_sharded()
         write_back, self._write_back = self._write_back, None

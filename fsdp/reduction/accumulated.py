@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp.errors import ShardingError
 from fsdp.shards.dtensors import GradForm
 from fsdp.shards.refusals import refuse_unreduced
+from fsdp.shards.shard_parameter import hooks_of
 from fsdp.shards.shard_tensor import ShardTensor, local_operators, make_shard, plain
 
 aten = torch.ops.aten
@@ -74,7 +75,7 @@ def _refuse_data(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), k
 class AccumulatedGrad:
     """An unsharded gradient accumulated under `no_sync`, and the `.grad` of its sharded parameter at that time."""
 
-    __slots__ = ("_is_complete", "_kind", "_shard_grad", "_version", "form", "owns_shard_grad", "unsharded")
+    __slots__ = ("_hooks", "_is_complete", "_kind", "_shard_grad", "_version", "form", "owns_shard_grad", "unsharded")
 
     def __init__(self, unsharded: Tensor, form: GradForm, param: nn.Parameter, part: Tensor, is_complete: bool) -> None:
         self.unsharded = unsharded
@@ -91,15 +92,23 @@ class AccumulatedGrad:
         if not self._is_complete:
             self._shard_grad.__class__ = UnreducedGrad if self._kind is ShardTensor else _unreduced(self._kind)
         self._version = param.grad._version
+        self._hooks = hooks_of(param)
 
     def is_zeroed(self, param: nn.Parameter, name: str) -> bool:
         """Whether the user has zeroed the gradients since.
 
         Raises:
-            ShardingError: they were changed in another way, which cannot reach the accumulated gradient.
+            ShardingError: they were changed in another way, which cannot reach the accumulated gradient; or a hook was set or
+                removed, which would run for gradients of before, or would not.
         """
         if param.grad is None:
             return True
+        # a post-accumulate hook that is set now runs once in plain torch, too
+        if (hooks_of(param) ^ self._hooks).difference(param._post_accumulate_grad_hooks or ()):
+            raise ShardingError(
+                f"a hook of {name!r} was set or removed while gradients are kept under no_sync: hooks run once, for the sum of "
+                "the micro-batches. Set and remove them before the first micro-batch, or after the backward that synchronises."
+            )
         if param.grad is self._shard_grad and self._shard_grad._version == self._version:
             return False
         if param.grad is not self._shard_grad:

@@ -5,7 +5,7 @@ Rule 1: the attributes of a bucket are written in its class alone. What may happ
 
 from collections.abc import Hashable, Sequence
 from itertools import chain, repeat
-from operator import and_, attrgetter, ge, is_, is_not, or_
+from operator import and_, attrgetter, is_, is_not, or_
 from typing import Any, Final
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsdp.device.storage import MemoryTracker, ResizableStorage, ReusableBuffer, size_of
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
+from fsdp.params.shown_params import grad_of
 from fsdp.params.use_outside_forward import RefuseShardGrad
 from fsdp.reduction.accumulated import AccumulatedGrad
 from fsdp.reduction.sparse import dense
@@ -42,6 +43,7 @@ class Bucket:
         "buffer",
         "expects_accumulated",
         "flat",
+        "hooked",
         "local_used",
         "memory",
         "name",
@@ -90,6 +92,8 @@ class Bucket:
         self.expects_accumulated = False
         """True if some rank may have accumulated gradients of this bucket, also if it was frozen since."""
         self.all_used = [True] * len(self.views)
+        self.hooked = -1
+        """The parameter whose tensor hooks run, or ran last in this backward."""
         self.local_used = self.all_used
         """For each parameter, whether it had a gradient on this rank in this backward."""
         self.all_local_used = True
@@ -105,7 +109,12 @@ class Bucket:
     def begin(self) -> bool:
         """A backward begins. Return whether there is anything to reduce."""
         self._flags_at_begin = self.flat.requires_grad_flags
+        self.local_used, self.hooked = [False] * len(self.views), -1
         return self.is_trained
+
+    def has_come(self, i: int) -> bool:
+        """Whether a parameter has a gradient of this backward on this rank, which is not in `.grad` yet."""
+        return grad_of(self.flat.unsharded_params[i]) is not None or self.local_used[i]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -175,7 +184,7 @@ class Bucket:
         """`.grad` of each sharded parameter; None if it only shows what was accumulated under `no_sync`."""
         shown = {i for i, one in self.accumulated.items() if one.owns_shard_grad}
         with quick_attributes():
-            return [None if i in shown else p.grad for i, p in enumerate(self.flat.sharded_params)]
+            return [None if i in shown else grad_of(p) for i, p in enumerate(self.flat.sharded_params)]
 
     def _accumulated_form(self, i: int) -> GradForm | None:
         return self.accumulated[i].form if i in self.accumulated else None
@@ -317,9 +326,10 @@ class Bucket:
         flat = self.flat
         # also where this rank holds no element: a hook may take a norm, which is a collective
         for i, hooks in enumerate([parameter._backward_hooks for parameter in flat.sharded_params]):
+            flat.refuse_removed_hook(i)
             if hooks is None or len(hooks) < 2 or not used[i]:
                 continue
-            view = self._reduced_view(i, self.reduced)
+            view, self.hooked = self._reduced_view(i, self.reduced), i
             for hook in list(hooks.values()):
                 changed = None if isinstance(hook, RefuseShardGrad) else hook(flat.placements[i].as_shard(view))
                 if changed is None:
@@ -346,7 +356,11 @@ class Bucket:
         flat = self.flat
         gradients = self._shard_grads(reduced)
         targets, summands = [], []
-        takes = used if self.expects_accumulated else [*map(and_, used, self._may_have_grads())]
+        flags, at_begin = flat.requires_grad_flags, self._flags_at_begin
+        # one that was frozen all the time has no gradient here, also if it has one on another rank
+        takes = (
+            used if self.expects_accumulated else [*map(and_, used, flags if flags is at_begin else map(or_, flags, at_begin))]
+        )
         with quick_attributes():
             for i, gradient in zip(flat.local_params, gradients, strict=True):
                 if not takes[i]:
@@ -378,16 +392,6 @@ class Bucket:
         self.expects_accumulated = False
         # in one order on all ranks, because a hook may call a collective
         return [flat.sharded_params[i] for i in sorted(hooked)]
-
-    def _may_have_grads(self) -> Sequence[bool]:
-        """For each parameter, whether it may have a gradient of this backward.
-
-        Not one that was frozen all the time, or whose shard a tensor hook has frozen: plain torch adds no gradient to that.
-        """
-        now, shards = self.flat.requires_grad_flags, self.flat.current_flags()
-        if shards is now is self._flags_at_begin:
-            return now
-        return [*map(and_, map(ge, shards, now), map(or_, now, self._flags_at_begin))]
 
     # what a sparse bucket does in another way ---------------------------------------------
 

@@ -17,6 +17,7 @@ from fsdp.comm.context import CommContext
 from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import Streams, readable_device
 from fsdp.errors import ShardingError
+from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.shown_params import reading_shards
 from fsdp.params.unit import Unit
 from fsdp.reduction.bucket import Bucket
@@ -164,7 +165,6 @@ class Reducer:
         """
         for bucket in self._accumulating():
             bucket.drop_zeroed()
-        self._stats.begin_reductions()
         self.reductions.begin()
         self.used_params.begin()
         self._ready_at = [perf_counter()] * len(self.buckets)
@@ -261,6 +261,7 @@ class Reducer:
             self._may_be_hooked = any([bucket.flat.may_be_hooked() for bucket in self.buckets])
             if self._may_be_hooked:
                 self._run_grad_hooks()
+        self._units[index].pending.set(False)
         for number in self.of_unit[index]:
             if BucketAction.PUT in self._queue.on(number, BucketEvent.COMMIT):
                 hooked = self.buckets[number].put(self.used_params.used(number), self._may_be_hooked)
@@ -270,30 +271,26 @@ class Reducer:
         """Run the user's hooks on sharded parameters.
 
         Raises:
-            ShardingError: a hook changed what other parameters show. No gradient of this backward is there yet.
+            ShardingError: a hook changed `requires_grad` of a parameter.
         """
-        shown, self.runs_grad_hooks = self._shown_grads(), True
+        self.runs_grad_hooks = True
         try:
+            for unit in self._units:
+                unit.begin_pending()
             with reading_shards():
                 for number, bucket in enumerate(self.buckets):
                     bucket.run_grad_hooks(self.used_params.used(number))
         finally:
             self.runs_grad_hooks = False
-        for name, now in self._shown_grads().items():
-            if now != shown[name]:
-                raise ShardingError(
-                    f"a tensor hook changed `.grad` or `requires_grad` of {name!r}: in a tensor hook no gradient of this "
-                    "backward is in `.grad` yet. Return the new gradient of the hooked parameter, or do this after the backward."
-                )
+        for unit in self._units:
+            unit.refuse_changed_flags(shown=True)
 
-    def _shown_grads(self) -> dict[str, tuple[object, ...]]:
-        """For each parameter by name, by which one sees that its `.grad` or `requires_grad` was changed."""
-        return {
-            info.names[0]: (p.requires_grad, shown.requires_grad, id(p.grad), None if p.grad is None else p.grad._version)
-            for flat in (bucket.flat for bucket in self.buckets)
-            # inside a forward modules show the unsharded ones
-            for info, p, shown in zip(flat.param_infos, flat.sharded_params, flat.unsharded_params, strict=True)
-        }
+    def has_come(self, flat: FlatBuffer, i: int) -> bool:
+        """Whether a parameter has a gradient of this backward, which is not in `.grad` yet."""
+        bucket = next(one for one in self.buckets if one.flat is flat)
+        if self.runs_grad_hooks:  # also where only other ranks have one
+            return bucket.reduced is not None and bucket.hooked != i and self.used_params.used(bucket.number)[i]
+        return bucket.has_come(i)
 
     def run_hooks(self, on_failure: Callable[[BaseException, int], None]) -> None:
         """After the last commit: run the user's post-accumulate hooks. `on_failure` gets what one raises, and its unit."""
@@ -309,6 +306,7 @@ class Reducer:
 
     def accumulate_unsharded(self, index: int) -> None:
         """At the end of a backward under `no_sync`: add the unsharded gradients of a unit to its accumulated ones."""
+        self._units[index].pending.set(False)
         for number in self.of_unit[index]:
             bucket = self.buckets[number]
             if self.ignores_local_grads:
@@ -330,6 +328,8 @@ class Reducer:
     def drop(self, index: int) -> None:
         """Drop the gradients of a unit of this backward. Accumulated ones of earlier backwards stay. Idempotent."""
         self.used_params.drop()
+        self._units[index].pending.set(False)
+        self._units[index].listed.set(False)
         for number in self.of_unit[index]:
             if BucketAction.FORGET in self._queue.on(number, BucketEvent.DROP_GRADS):
                 self.buckets[number].drop()
@@ -355,11 +355,14 @@ class Reducer:
 
     def _launch(self, group: Sequence[int], remainder: bool = False) -> None:
         buckets = [*map(self.buckets.__getitem__, group)]
+        for listed in [self._units[bucket.unit].listed for bucket in buckets]:
+            if listed.is_pending:
+                listed.set(False)
         if self.ignores_local_grads:
             for bucket in buckets:
                 bucket.clear_unsharded_grads()
-        while self.reductions.is_full and self._may_wait_for(self.reductions.oldest):
-            self._wait_next()
+        while self.reductions.is_full and self._may_wait_for(oldest := self.reductions.oldest):
+            self._wait_for(oldest)
         if self.reductions.hook is None:
             left_memory = self.reductions.launch(buckets, remainder)
         else:
@@ -372,8 +375,8 @@ class Reducer:
         """Whether the reduction of these buckets may be waited for (see the note in `state_machine.bucket`)."""
         return all([BucketAction.WAIT in self._queue.on(bucket.number, BucketEvent.MAKE_ROOM) for bucket in buckets])
 
-    def _wait_next(self) -> None:
-        buckets = self.reductions.oldest
+    def _wait_for(self, buckets: Sequence[Bucket]) -> None:
+        """Wait for the oldest reduction, that of these buckets."""
         self._stats.wait_for_reduction(self.reductions.wait_next)
         self._on_landed(buckets)
 
@@ -423,7 +426,7 @@ class Reducer:
                 has = BucketAction.LOOK_EVERYWHERE in actions and used_params.any_rank_has_remainder(number)
             if has:
                 while BucketAction.WAIT in self._queue.on(number, BucketEvent.SOME_RANK_HAS):
-                    self._wait_next()
+                    self._wait_for(self.reductions.oldest)
                 self._launch((number,), remainder=True)
 
     def settle(self) -> bool:
@@ -435,13 +438,12 @@ class Reducer:
             return False
         self._settled = self._owes_grad_hooks = True
         with self._streams.computing():
-            while self.reductions.oldest:
-                self._wait_next()
+            while oldest := self.reductions.oldest:
+                self._wait_for(oldest)
             self._stats.wait_for_reduction(self.reductions.finish)
         self.used_params.wait_all()
         self.used_params.end()
         self._queue.check(BucketEvent.COMMIT)  # all buckets or none
         if self._order.learn(self._comms.world_comm, self._device):
             self._make_groups()
-        self._stats.end_reductions()
         return True

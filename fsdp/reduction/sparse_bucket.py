@@ -47,7 +47,7 @@ class SparseBucket(Bucket):
         super().add_reduced(chunk)
 
     def run_grad_hooks(self, used: Sequence[bool]) -> None:
-        if self.reduced is None or len(self.flat.sharded_params[0]._backward_hooks or ()) < 2:
+        if self.reduced is None:
             return
         before = size_of(self.reduced)
         try:

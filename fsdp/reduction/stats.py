@@ -71,7 +71,8 @@ class StepStats:
         """The reductions of the last backward that synchronised."""
         self._reduce_wait_s = 0.0
         """Seconds for which this rank has waited for reductions, sums on the host included."""
-        self.begin_reductions()
+        self._reductions_began = 0.0
+        self._launches: list[_Launch] = []
 
     def begin_pass(self, is_forward: bool) -> None:
         """A forward of the root, or a backward, begins."""
@@ -80,6 +81,7 @@ class StepStats:
             self._begin(now)
         if not is_forward:
             self._forward_s += now - self._pass_began
+            self._reductions_began, self._launches = now, []
         self._pass_began = now
 
     def add_gathers(self, units: Sequence[int]) -> None:
@@ -96,11 +98,6 @@ class StepStats:
         wait()
         self._gather_wait_s += perf_counter() - began
 
-    def begin_reductions(self) -> None:
-        """A backward begins: none of its gradients is reduced."""
-        self._reductions_began = perf_counter()
-        self._launches: list[_Launch] = []
-
     def add_launch(self, buckets: Sequence[Bucket], ready: float) -> None:
         """Add a reduction; `ready` is when the last of its buckets became ready (`time.perf_counter`)."""
         used, size, began = [*map(_LOCAL_USED, buckets)], sum(map(_NBYTES, buckets)), self._reductions_began
@@ -112,10 +109,6 @@ class StepStats:
         wait()
         self._reduce_wait_s += perf_counter() - began
 
-    def end_reductions(self) -> None:
-        """All gradients of a backward that synchronised are reduced."""
-        self._reduced = self._launches
-
     def end_backward(self, reduces: bool) -> None:
         """A backward has ended. `reduces`: it has reduced the gradients, which ends the step."""
         now = perf_counter()
@@ -125,6 +118,7 @@ class StepStats:
         self._is_open = not reduces
         if not reduces:
             return
+        self._reduced = self._launches
         self._last = Step(
             self._last.number + 1,
             self._began,

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from fsdp.autograd.frames import graph_is_made, graph_task
 from fsdp.autograd.visits import BackwardPath, Endpoints, ForwardCall, NodePrehook, Visit, is_batched, node_behind
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
+from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.param_info import kept_accumulator
 from fsdp.params.unit import Unit, UnitObserver
 from fsdp.params.use_outside_forward import RefuseShardGrad
@@ -161,24 +162,23 @@ class BackwardHooks(RefuseCopy, UnitObserver):
     def on_gradient(self, early_bucket: int | None) -> None:
         """Handle an accumulated gradient of one parameter. `early_bucket` is its bucket, if that is an early one."""
         if not self.visit.has_grad:
-            self._on_first_grad()
+            if self.visit.lost_act is not None or torch.is_grad_enabled():
+                self._refuse_first_grad()
+            self.visit.add_grad()
+            self._passes.add_gradient(self._index)
         if early_bucket is not None:
             self._passes.add_early_gradient(early_bucket)
 
-    def _on_first_grad(self) -> None:
-        lost_act = self.visit.lost_act
-        if lost_act is not None:
+    def _refuse_first_grad(self) -> NoReturn:
+        if (lost_act := self.visit.lost_act) is not None:
             self.visit.add_lost_act(None)
             self._engine.note(lost_act, self._index)
             raise lost_act
-        if torch.is_grad_enabled():
-            raise self._refusal(
-                f"a backward with create_graph=True brings gradients to the parameters of unit {self._unit.name!r}, which are "
-                "reduced over the ranks and have no graph; ask for those of inputs only: "
-                "torch.autograd.grad(loss, inputs, create_graph=True)."
-            )
-        self.visit.add_grad()
-        self._passes.add_gradient(self._index)
+        raise self._refusal(
+            f"a backward with create_graph=True brings gradients to the parameters of unit {self._unit.name!r}, which are "
+            "reduced over the ranks and have no graph; ask for those of inputs only: "
+            "torch.autograd.grad(loss, inputs, create_graph=True)."
+        )
 
     # uses outside the unit's forward --------------------------------------------------------
 
@@ -187,6 +187,9 @@ class BackwardHooks(RefuseCopy, UnitObserver):
 
     def on_external_grad(self) -> None:
         self._engine.on_event(self._index, Event.EXTERNAL_GRAD)
+
+    def has_come(self, flat: FlatBuffer, index: int) -> bool:
+        return self._engine.reducer.has_come(flat, index)
 
     def unshard_for_backward(self) -> bool:
         if graph_is_made():
@@ -204,7 +207,8 @@ class BackwardHooks(RefuseCopy, UnitObserver):
         for reference in (*more, *(end for path in self.visit.living_paths() for end in path.endpoints)):
             tensor = reference()
             if tensor is not None and id(tensor) not in self.visit.endpoint_handles:
-                self.visit.endpoint_handles[id(tensor)] = tensor.register_hook(self._on_captured)  # type: ignore[no-untyped-call]
+                handle = tensor.register_hook(lambda gradient: self.hook_gradients((gradient,)))  # type: ignore[no-untyped-call]
+                self.visit.endpoint_handles[id(tensor)] = handle
 
     def hook_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Put a hook on the node that made each gradient.
@@ -223,9 +227,6 @@ class BackwardHooks(RefuseCopy, UnitObserver):
                 # keep the paths alive: of the first graph, maybe only what the second one needs is alive
                 paths = self.visit.living_paths()
                 NodePrehook.of(node).reaches.append(partial(self._pre_second_backward, paths, self._unit.versions.now()))
-
-    def _on_captured(self, gradient: Tensor) -> None:
-        self.hook_gradients((gradient,))
 
     def _pre_second_backward(self, paths: Sequence[BackwardPath], versions: int, gradients: Sequence[Tensor | None]) -> None:
         self._refuse_changed_parameters(versions)
@@ -298,7 +299,8 @@ class AccumulateGradChecks:
         if self._is_checked or torch.is_inference_mode_enabled() or torch._C._are_functorch_transforms_active():
             return
         for info, unsharded in zip(self._unit.param_infos, self._unit.unsharded_params, strict=True):
-            if any(map(_waits_for_all, (unsharded._backward_hooks or {}).values())):
+            names = [getattr(hook, "__qualname__", "") for hook in (unsharded._backward_hooks or {}).values()]
+            if any([name.startswith("register_multi_grad_hook.") for name in names]):
                 raise ShardingError(
                     f"torch's register_multi_grad_hook was set on {info.names[0]!r} of unit {self._unit.name!r} before "
                     "wrapping: it waits for the gradient of a shard, which never comes. Set it inside a forward, give it "
@@ -329,15 +331,11 @@ def _keeps_accumulator(shard: nn.Parameter) -> bool:
     return False
 
 
-def _waits_for_all(hook: Any) -> bool:
-    return getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook.")
-
-
 def _relay(node: Any, shard: nn.Parameter, name: str) -> Callable[[Tensor], None]:
     """A hook for the unsharded parameter. It runs `node` with each gradient, for the hooks of the node, and accumulates nothing.
 
     Raises:
-        ShardingError: a hook of the node steps an optimizer, with the `.grad` of an earlier backward.
+        ShardingError: a hook of the node changes the parameter, with the `.grad` of an earlier backward.
     """
 
     def run_node(gradient: Tensor) -> None:

@@ -276,6 +276,7 @@ class Passes:
     def add_gradient(self, index: int) -> None:
         """The first gradient of a unit was accumulated."""
         self.engine.on_event(index, Event.GRAD_ACCUMULATED)
+        self._units[index].begin_pending()
 
     def add_early_gradient(self, bucket: int) -> None:
         """A gradient of an early bucket was accumulated: launch the bucket if that was the last one."""
@@ -297,6 +298,7 @@ class Passes:
             self._look_at_flags(Unit.refuse_changed_flags)
             for index in self.engine.unsharded_units():  # reductions look at the flags of shards
                 self._units[index].take_requires_grad()
+                self._units[index].listed.set(False)
         except ShardingError as refusal:
             self.engine.fail(refusal, self.engine.last_unit)
             raise

@@ -15,6 +15,11 @@ from fsdp.shards.info import ShardInfo
 from fsdp.shards.shard_tensor import ShardTensor, make_shard
 
 
+def hooks_of(parameter: nn.Parameter) -> set[int]:
+    """The numbers of all hooks on the gradient of a parameter."""
+    return {*(parameter._backward_hooks or ()), *(parameter._post_accumulate_grad_hooks or ())}
+
+
 class Clock:
     """Counts changes that code makes, so that who looks for them compares one number."""
 

@@ -110,6 +110,7 @@ _OF_PARTS: Final = (
     "read the shapes of the optimizer's state",
     "read the value of a weight",
     "read the value of a gradient",
+    "read a gradient of the root",
     "read the norm of every gradient",
     "read which parameters have a gradient",
     "make state by the shape of p",

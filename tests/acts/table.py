@@ -122,10 +122,10 @@ def sentence(text: str) -> str:
     return text.replace("|", "/").replace("`", "")
 
 
-_HOOK: Final = "in a tensor hook no gradient of this backward is in .grad yet, so p.grad may be None"
-_RECOMPUTE: Final = "in a recompute or a hook of an activation gradients of units that autograd has left are not in .grad yet"
+_VIEWS: Final = (
+    "through fairscale's door the gradients of a module come together, because it computes with views of one parameter"
+)
 _ACCUMULATES: Final = "through the doors, and where every rank holds all elements, p.grad is this rank's own, as in torch's DDP"
-_LATE: Final = "hooks on shards see the sum of the micro-batches, in the backward that synchronises"
 _ALIAS: Final = "torch counts no change through .data; with guard=True it is refused"
 _NESTED: Final = "through fairscale's door a forward inside a forward of the same unit fails"
 _ASSIGNED: Final = "through FSDP2's door the parameters stay the same objects, and the optimizer goes on with them"
@@ -146,12 +146,6 @@ _WHOLE: Final = ("NO_SHARD", "ddp")
 """Doors that never shard parameters."""
 _CUT: Final = tuple(door for door in DOORS if door not in _WHOLE)
 _OWN: Final = (*(door for door in _CUT if door in STRATEGIES), *_WHOLE)
-_OF_GRADIENTS: Final = (
-    *("replace p.grad by its half", "scale p.grad in place", "scale p.grad.data in place", "zero p.grad in place"),
-    *("delete p.grad", "add the gradient to a weight", "add a tensor hook", "add a post-accumulate hook"),
-    *("remove the last hook", "read p.grad.shape", "read the value of a gradient", "read the norm of every gradient"),
-    *("read which parameters have a gradient", "optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"),
-)
 _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...]] = (
     (
         _DTENSOR,
@@ -159,13 +153,11 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...
         ("put the kept p.data back", "replace p.data", "replace p.data, keep the old one"),
         ("fully_shard",),
     ),
-    (_HOOK, ("in a tensor hook",), _OF_GRADIENTS, tuple(DOORS)),
-    (_RECOMPUTE, (ACTIVATION,), (*_OF_GRADIENTS, "set p.grad to ones"), tuple(DOORS)),
     (
-        _RECOMPUTE,
+        _VIEWS,
         ("in a recompute",),
-        ("read the norm of every gradient", "optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"),
-        tuple(DOORS),
+        ("optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"),
+        ("fairscale",),
     ),
     (
         _ACCUMULATES,
@@ -176,10 +168,9 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...
     (
         _ACCUMULATES,
         ("between micro-batches",),
-        ("read the value of a gradient", "read the norm of every gradient"),
+        ("read the value of a gradient", "read a gradient of the root", "read the norm of every gradient"),
         ("fully_shard",),
     ),
-    (_LATE, ("between micro-batches",), ("add a tensor hook", "remove the last hook"), tuple(DOORS)),
     (_ALIAS, (*_IN_FORWARDS, "in a recompute", ACTIVATION), ("change a weight through .data",), _CUT),
     (
         _NESTED,
@@ -239,7 +230,7 @@ UNSEEN: Final = {
         *("replace p.grad by its half", "scale p.grad in place", "scale p.grad.data in place", "zero p.grad in place"),
         *("delete p.grad", "put a kept p.grad in again", "add the gradient to a weight", "read p.grad.shape"),
         *("read the value of a gradient", "read which parameters have a gradient", "read the norm of every gradient"),
-        *("set p.grad_dtype", "add a post-accumulate hook", "convert the model"),
+        *("set p.grad_dtype", "add a post-accumulate hook", "convert the model", "read a gradient of the root"),
     )
 } | {("set p.grad to ones", "in a recompute"), ("add a parameter group", ACTIVATION)}
 """Pairs that are different where an earlier backward has left gradients, or another act comes before, which the programs of the

@@ -360,6 +360,13 @@ def _(at: Player, block: int) -> None:
         at.read("norm", (number(gradient.norm()), number(gradient.sum()), largest(gradient)))
 
 
+@act("read a gradient of the root")
+def _(at: Player, block: int) -> None:
+    gradient = at.parameters()["head.weight" if block else "enter.weight"].grad
+    if gradient is not None and not (at.replicated and at.local_gradients):
+        at.read("norm", number(gradient.norm()))
+
+
 @act("read the norm of every gradient")
 def _(at: Player, block: int) -> None:
     if not (at.replicated and at.local_gradients):

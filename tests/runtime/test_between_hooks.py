@@ -16,7 +16,7 @@ from fsdp.compat.fully_shard import fully_shard
 from fsdp.compat.torch_fsdp import FullyShardedDataParallel
 from fsdp.runtime.registry import unit_ref_of
 from tests.runtime import forks
-from tests.support.models import assert_close, local
+from tests.support.models import assert_close, join_all, local
 from tests.support.processes import results_of
 from tests.support.ranks import on_ranks
 
@@ -297,7 +297,7 @@ def in_tensor_hook(act: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> Ca
         model(data(rank)).sum().backward()
         before = [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
         handle = model.second.weight.register_hook(lambda gradient: (act(model, optimizer), None)[1])
-        with pytest.raises(fsdp.ShardingError, match=r"tensor hook|inside a backward the gradient of"):
+        with pytest.raises(fsdp.ShardingError, match=r"tensor hook|in a hook of this backward|inside a backward"):
             model(data(rank)).sum().backward()
         handle.remove()
         for p, gradient in zip(model.parameters(), before, strict=True):
@@ -366,6 +366,73 @@ def test_what_a_hook_of_an_activation_freezes_or_thaws_is_as_in_plain_torch_or_r
     net.act = Hooked.act
     model(torch.ones(2, 4)).sum().backward()
     assert held.grad is None
+
+
+EARLY: Final[dict[str, Callable[[nn.Parameter, Any], object]]] = {
+    "reads it": lambda p, net: p.grad,
+    "removes it": lambda p, net: setattr(p, "grad", None),
+    "replaces it": lambda p, net: setattr(p, "grad", torch.ones_like(p)),
+    "reads what the module shows": lambda p, net: [one.grad for one in net.parameters()],
+    "sets a hook": lambda p, net: p.register_hook(lambda gradient: None),
+    "sets a late hook": lambda p, net: p.register_post_accumulate_grad_hook(lambda parameter: None),
+}
+
+
+@pytest.mark.parametrize("act", EARLY)
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_a_gradient_that_has_come_is_refused_until_it_is_reduced(rank: int, door: str, act: str) -> None:
+    model = DOORS[door](nn.Sequential(Hooked(), nn.Linear(1, 1)))
+    net = next(one for one in model.modules() if isinstance(one, Hooked))
+    came, comes = net.head.weight, net.enter.weight
+    kinds, x = [*map(type, model.parameters())], torch.ones(2, 4)
+    model(x).sum().backward()
+    before = [comes.grad, came.grad]
+    net.act = lambda: (comes.grad, EARLY[act](came, net))
+    with pytest.raises(fsdp.ShardingError, match=r"`\.grad` of .*weight' inside a backward, where its gradient has come"):
+        model(x).sum().backward()
+    assert [*map(type, model.parameters())] == kinds
+    assert comes.grad is before[0] and came.grad is before[1]
+    net.act = lambda: [comes.grad, came.shape, came.requires_grad]
+    with getattr(model, "no_sync", lambda: fsdp.no_sync(model))() if door not in ("FSDP2", "DDP") else nullcontext():
+        model(x).sum().backward()
+    assert [*map(type, model.parameters())] == kinds
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_tensor_hook_sees_the_gradient_of_before_of_its_own_parameter_and_may_remove_itself(strategy: str) -> None:
+    def program(model: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
+        weight = next(p for name, p in model.named_parameters() if name == "second.weight")
+        seen: list[bool] = []
+
+        def hook(gradient: Tensor) -> Tensor:
+            seen.append(weight.grad is None)
+            if weight.grad is not None:
+                weight.grad.mul_(0.5)
+                handle.remove()
+            return 3 * gradient
+
+        handle = weight.register_hook(hook)
+        for x in inputs * 3:
+            model(x).sum().backward()
+        assert seen == [True, False]
+        return {name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+    wanted = program(Net(), [data(0)])
+    assert_close(join_all(fsdp.simulate(2, lambda rank: program(natively(strategy)(Net()), [data(0)])), wanted), wanted)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_a_hook_that_is_removed_before_it_has_run_is_refused(rank: int, door: str, late: bool) -> None:
+    model = DOORS[door](nn.Sequential(Hooked(), nn.Linear(1, 1)))
+    net = next(one for one in model.modules() if isinstance(one, Hooked))
+    weight = net.head.weight
+    register = weight.register_post_accumulate_grad_hook if late else weight.register_hook
+    net.act = register(lambda tensor: None).remove
+    with pytest.raises(fsdp.ShardingError, match=r"a hook of .* was removed inside a backward"):
+        model(torch.ones(2, 4)).sum().backward()
 
 
 @on_ranks(2)

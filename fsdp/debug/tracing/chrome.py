@@ -6,7 +6,7 @@ A rank is a process there, and a lane is a thread. Times are microseconds since 
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from fsdp.debug.tracing.lanes import StepSpan, computing, steps, sublanes
+from fsdp.debug.tracing.lanes import computing, steps, sublanes
 from fsdp.debug.tracing.recorder import Collective, Recorder
 
 VERSION: Final = 1
@@ -98,7 +98,9 @@ def _slices(recorder: Recorder, info: TraceInfo) -> Iterator[dict[str, Any]]:
         }
 
     for number, span in enumerate(steps(recorder.events, info.roots, info.ended)):
-        yield slice_of(STEPS, f"step {number}", "step", span.began, span.ended, **_step_args(number, span, info))
+        backward = time(span.backward_began) if span.backward_began else None
+        what = {"step": number, "abandoned": span.abandoned, "backward_began": backward}
+        yield slice_of(STEPS, f"step {number}", "step", span.began, span.ended, **what)
     for began, ended, unit, kind in computing(recorder.events, recorder.phases):
         yield slice_of(COMPUTING, f"{kind} {info.units[unit]}", "compute", began, ended, unit=info.units[unit], kind=kind)
     for began, ended, phase, unit in recorder.phases:
@@ -117,11 +119,6 @@ def _slices(recorder: Recorder, info: TraceInfo) -> Iterator[dict[str, Any]]:
         yield {"ph": "C", "pid": rank, "tid": 0, "name": "bytes held", "cat": "memory", "ts": time(moment), "args": by_kind}
     for lane, collectives in _by_lane(recorder.collectives).items():
         yield from _collective_slices(lane, collectives, info, slice_of, time)
-
-
-def _step_args(number: int, span: StepSpan, info: TraceInfo) -> dict[str, Any]:
-    backward = (span.backward_began - info.began) / 1e3 if span.backward_began else None
-    return {"step": number, "abandoned": span.abandoned, "backward_began": backward}
 
 
 def _by_lane(collectives: Sequence[Collective]) -> dict[tuple[int, str], list[Collective]]:
