@@ -5,32 +5,17 @@ without it would compute something else than was asked for. A peer's default val
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import MISSING, fields, is_dataclass
 from functools import partial, wraps
 from inspect import isfunction, signature
 from typing import Any, Final, NoReturn, TypeVar, cast
 
+from fsdp.building.torch_policies import UNKNOWN, are_alike
 from fsdp.errors import ShardingError
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
-UNKNOWN: Final = "this version of fsdp does not know it, and would go on without it; leave it out."
 _LEFT_ALONE: Final = ("forward",)
 """Methods that are called too often to look at their arguments."""
-
-
-def refuse_unknown_fields(given: object, known: Collection[str]) -> None:
-    """Check that an object of a peer asks for nothing in a field that is none of `known`.
-
-    Raises:
-        ShardingError: such a field has another value than its default.
-    """
-    kind = type(given)
-    defaults = {one.name: _default_of(one) for one in fields(given)} if is_dataclass(given) else {}
-    others = (name for name in getattr(given, "__dict__", ()) if name not in defaults and not name.startswith("_"))
-    for name in (*defaults, *others):
-        if name not in known and not _are_alike(getattr(given, name), defaults.get(name, getattr(kind, name, MISSING))):
-            raise ShardingError(f"{kind.__name__}: {name}={getattr(given, name)!r}: {UNKNOWN}")
 
 
 def refuse_unknown_member(given: Any, known: Collection[str]) -> None:
@@ -53,7 +38,7 @@ def refuse_unknown_argument(where: str, name: str, value: object, theirs: Callab
     argument = signature(theirs).parameters.get(name) or signature(theirs, follow_wrapped=False).parameters.get(name)
     if argument is None:
         return False
-    if not _are_alike(value, argument.default):
+    if not are_alike(value, argument.default):
         raise ShardingError(f"{where}: {name}={value!r}: {UNKNOWN}")
     return True
 
@@ -135,11 +120,3 @@ def refusing(where: str) -> Callable[..., NoReturn]:
         raise ShardingError(f"{where}: {UNKNOWN}")
 
     return refuse
-
-
-def _default_of(field: Any) -> object:
-    return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def _are_alike(value: object, default: object) -> bool:
-    return value is default or (type(value) is type(default) and bool(value == default))

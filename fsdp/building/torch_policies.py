@@ -1,6 +1,7 @@
 """FSDP1's and FSDP2's own objects as options here: wrapping, mixed precision, offload. Imports nothing of them."""
 
 from collections.abc import Callable, Collection
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Final, Protocol
 
 import torch
@@ -8,7 +9,6 @@ from torch import nn
 
 from fsdp.config import MixedPrecisionPolicy, OffloadPolicy
 from fsdp.errors import ShardingError
-from fsdp.newer_peers import refuse_unknown_fields
 from fsdp.params.shown_params import owning_unit
 
 Choice = Callable[[str, nn.Module], bool]
@@ -29,6 +29,7 @@ OF_FSDP2: Final = (*COMMON, "output_dtype", "param_dtype_override_fn")
 """The fields of FSDP2's `MixedPrecisionPolicy`."""
 OF_FSDP1: Final = (*COMMON, "buffer_dtype", "keep_low_precision_grads", "cast_root_forward_inputs", "_module_classes_to_ignore")
 """The fields of FSDP1's `MixedPrecision`."""
+UNKNOWN: Final = "this version of fsdp does not know it, and would go on without it; leave it out."
 OFFLOADS: Final = ("pin_memory", "offload_params")
 """The fields of FSDP2's and FSDP1's policies for offload."""
 
@@ -159,3 +160,23 @@ def offload_of(policy: object) -> OffloadPolicy | None:
     raise ShardingError(
         f"offload_policy must be a fsdp.OffloadPolicy, FSDP2's CPUOffloadPolicy, or FSDP1's CPUOffload, not {policy!r}."
     )
+
+
+def refuse_unknown_fields(given: object, known: Collection[str]) -> None:
+    """Check that an object of a peer asks for nothing in a field that is none of `known`.
+
+    Raises:
+        ShardingError: such a field has another value than its default.
+    """
+    kind = type(given)
+    own = fields(given) if is_dataclass(given) else ()
+    defaults = {one.name: one.default if one.default_factory is MISSING else one.default_factory() for one in own}
+    others = (name for name in getattr(given, "__dict__", ()) if name not in defaults and not name.startswith("_"))
+    for name in (*defaults, *others):
+        if name not in known and not are_alike(getattr(given, name), defaults.get(name, getattr(kind, name, MISSING))):
+            raise ShardingError(f"{kind.__name__}: {name}={getattr(given, name)!r}: {UNKNOWN}")
+
+
+def are_alike(value: object, default: object) -> bool:
+    """Whether a value is the default of an argument or a field, which asks for nothing."""
+    return value is default or (type(value) is type(default) and bool(value == default))

@@ -16,7 +16,7 @@ from torch.distributed import fsdp as torch_fsdp
 
 import fsdp
 from fsdp.building.peer_options import PEER_OPTIONS
-from fsdp.building.torch_policies import OF_FSDP1, OF_FSDP2, OFFLOADS
+from fsdp.building.torch_policies import OF_FSDP1, OF_FSDP2, OFFLOADS, UNKNOWN
 from fsdp.compat import ddp, fairscale, fully_shard
 from fsdp.compat import torch_fsdp as fsdp1
 from fsdp.compat.ddp.arguments import ABSENT
@@ -24,7 +24,6 @@ from fsdp.compat.ddp.wrapper import TorchDDP
 from fsdp.compat.fsdp1.sharding import PREFETCHES, STRATEGIES
 from fsdp.compat.fsdp1.state_types import CONFIGS, FIELDS
 from fsdp.errors import ShardingError
-from fsdp.newer_peers import UNKNOWN
 from tests.support.ranks import on_ranks, refused_everywhere
 
 TORCH_FSDP1 = torch_fsdp.FullyShardedDataParallel

@@ -14,9 +14,9 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from fsdp import compat
+from fsdp.building.torch_policies import UNKNOWN, refuse_unknown_fields
 from fsdp.compat.fsdp1.sharding import instances_in, plain_name
 from fsdp.errors import ShardingError
-from fsdp.newer_peers import UNKNOWN, refuse_unknown_fields
 
 try:
     from accelerate.state import PartialState

@@ -12,7 +12,7 @@ from fsdp.api.wrap import fully_shard
 from fsdp.autograd.pytree import modules_within
 from fsdp.building.choose_units import is_bare_container
 from fsdp.building.other_engines import refuse_other_engines
-from fsdp.building.torch_policies import OF_FSDP1, OFFLOADS
+from fsdp.building.torch_policies import OF_FSDP1, OFFLOADS, refuse_unknown_fields
 from fsdp.compat.fsdp1 import torch_names
 from fsdp.compat.fsdp1.flat_param import drop_state_hooks
 from fsdp.compat.fsdp1.torch_names import HYBRID, CPUOffload, ShardingStrategy
@@ -21,7 +21,7 @@ from fsdp.compat.shared.plain_group import shared_group
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.device.streams import current_accelerator
 from fsdp.errors import ShardingError
-from fsdp.newer_peers import refuse_unknown_fields, refuse_unknown_member
+from fsdp.newer_peers import refuse_unknown_member
 from fsdp.params.layout import ALIGNMENT
 from fsdp.params.module_tree import IGNORED
 from fsdp.params.shown_params import owning_unit

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from fsdp.building.torch_policies import refuse_unknown_fields
 from fsdp.compat.fsdp1.sharding import instances_in
 from fsdp.compat.fsdp1.torch_names import (
     FullOptimStateDictConfig,
@@ -17,7 +18,7 @@ from fsdp.compat.fsdp1.torch_names import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp.newer_peers import refuse_unknown_fields, refuse_unknown_member
+from fsdp.newer_peers import refuse_unknown_member
 
 CONFIGS: Final[dict[StateDictType, tuple[type[Any], type[Any]]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),

@@ -13,11 +13,10 @@ from fsdp.api import forward_methods
 from fsdp.api import wrap as native
 from fsdp.building.builder import stay_on_meta
 from fsdp.building.choose_units import is_bare_container
-from fsdp.building.torch_policies import OFFLOADS
+from fsdp.building.torch_policies import OFFLOADS, refuse_unknown_fields
 from fsdp.compat.fsdp2.module import FSDPModule, become_fsdp_module
 from fsdp.compat.fsdp2.move_module import convert_inside, follow_assignments
 from fsdp.errors import ShardingAssertion, ShardingError
-from fsdp.newer_peers import refuse_unknown_fields
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.shards.shard_tensor import plain
 
