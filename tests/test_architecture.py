@@ -51,7 +51,6 @@ ORDER = (
     "comm",
     "comm.failure",
     "device",
-    "newer_peers",
     "config",
     "file_errors",
     "errors",

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from fsdp.compat.fsdp2 import wrap as _ours
 from fsdp.compat.fsdp2.module import FSDPModule
 from fsdp.compat.fsdp2.residence import GradientReductionHandle, UnshardHandle
-from fsdp.newer_peers import stands_in_for, takes_arguments_of
+from fsdp.compat.shared.newer_peers import stands_in_for, takes_arguments_of
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -30,7 +30,7 @@ from fsdp.compat.fsdp1.torch_names import (
 )
 from fsdp.compat.fsdp1.torch_names import FullyShardedDataParallel as _Theirs
 from fsdp.compat.fsdp1.wrapper import FullyShardedDataParallel
-from fsdp.newer_peers import refuses_names_of, stands_in_for
+from fsdp.compat.shared.newer_peers import refuses_names_of, stands_in_for
 
 __all__ = [
     "BackwardPrefetch",

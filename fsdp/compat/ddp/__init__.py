@@ -8,7 +8,7 @@ Must not: decide what a unit does; that is the engine's. Import Apex.
 
 from fsdp.building.peer_options import PEER_OPTIONS
 from fsdp.compat.ddp.wrapper import DistributedDataParallel, TorchDDP
-from fsdp.newer_peers import refuses_names_of, stands_in_for
+from fsdp.compat.shared.newer_peers import refuses_names_of, stands_in_for
 
 __all__ = ["DistributedDataParallel"]
 

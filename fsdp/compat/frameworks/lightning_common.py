@@ -22,9 +22,9 @@ from fsdp.checkpoint.load import Loaded, load
 from fsdp.checkpoint.manifest import NAME as MANIFEST
 from fsdp.checkpoint.save import save
 from fsdp.comm.agreement import agree_and_gather, agree_on_refusals
+from fsdp.compat.shared.newer_peers import refuse_unknown_argument, refusing
 from fsdp.config import MeshKind, find_strategy
 from fsdp.errors import ShardingError
-from fsdp.newer_peers import refuse_unknown_argument, refusing
 from fsdp.runtime.registry import engines_in, unit_ref_of
 from fsdp.state_dict.optim_state import FullOptimState
 

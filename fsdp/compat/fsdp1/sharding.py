@@ -17,11 +17,11 @@ from fsdp.compat.fsdp1 import torch_names
 from fsdp.compat.fsdp1.flat_param import drop_state_hooks
 from fsdp.compat.fsdp1.torch_names import HYBRID, CPUOffload, ShardingStrategy
 from fsdp.compat.shared.dtype_and_device import change_precision
+from fsdp.compat.shared.newer_peers import refuse_unknown_member
 from fsdp.compat.shared.plain_group import shared_group
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.device.streams import current_accelerator
 from fsdp.errors import ShardingError
-from fsdp.newer_peers import refuse_unknown_member
 from fsdp.params.layout import ALIGNMENT
 from fsdp.params.module_tree import IGNORED
 from fsdp.params.shown_params import owning_unit

@@ -18,7 +18,7 @@ from fsdp.compat.fsdp1.torch_names import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp.newer_peers import refuse_unknown_member
+from fsdp.compat.shared.newer_peers import refuse_unknown_member
 
 CONFIGS: Final[dict[StateDictType, tuple[type[Any], type[Any]]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),

@@ -16,8 +16,8 @@ from fsdp.api.wrap import set_requires_gradient_sync
 from fsdp.compat.fsdp2 import residence
 from fsdp.compat.fsdp2.move_module import apply_to_tensors, make_room
 from fsdp.compat.fsdp2.residence import GradientReductionHandle, UnshardHandle
+from fsdp.compat.shared.newer_peers import refused_names
 from fsdp.errors import ShardingError
-from fsdp.newer_peers import refused_names
 from fsdp.runtime.registry import UnitRef, refuse_unless_resting, unit_ref_of
 from state_machine import ReshardPolicy
 
