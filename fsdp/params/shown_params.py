@@ -7,7 +7,7 @@ Such a read needs the full value. It is recognised by the Python stack: the forw
 Then the unit answers the read (use_outside_forward.py). Any other read (an optimizer, a print, a clamp between steps) gets the
 shard. Listings such as `parameters()` do not pass through here and always give what the module shows.
 
-[Note: pending gradients]
+[Note: gradients that are not reduced yet]
 In plain torch `.grad` has the gradient as soon as autograd has accumulated it. Here it is reduced first, and `.grad` has the
 gradient of an earlier backward meanwhile. A hook or a recompute that reads, changes or removes it would do so in silence. So the
 parameters of a unit are of another class from its first gradient until the reduced ones are put in, whose `.grad` asks the unit.

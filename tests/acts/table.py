@@ -193,7 +193,7 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...
     ),
     (
         _ASSIGNED,
-        (*OUTSIDE, "in a tensor hook", "in a post-accumulate hook"),
+        (*OUTSIDE, "in a post-accumulate hook"),
         ("load the kept state dict with assign=True",),
         ("fully_shard",),
     ),
@@ -218,7 +218,7 @@ _DIFFER: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...
     (_PEER, tuple(one for one in MOMENTS if one != "in a recompute"), ("look a row up with max_norm",), ("fully_shard",)),
     (
         _CONVERTED,
-        ("in a tensor hook", "in a recompute", ACTIVATION, "between micro-batches"),
+        ("in a recompute", ACTIVATION, "between micro-batches"),
         ("convert the model",),
         (*_OWN, "fairscale"),
     ),
