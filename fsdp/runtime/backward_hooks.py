@@ -189,7 +189,9 @@ class BackwardHooks(RefuseCopy, UnitObserver):
         self._engine.on_event(self._index, Event.EXTERNAL_GRAD)
 
     def has_come(self, flat: FlatBuffer, index: int) -> bool:
-        return self._engine.reducer.has_come(flat, index)
+        if not self._engine.reducer.runs_grad_hooks:
+            self._engine.pending_backward.await_end()  # of one that has failed on a device, whose gradients are dropped then
+        return self._engine.is_before_commits and self._engine.reducer.has_come(flat, index)
 
     def unshard_for_backward(self) -> bool:
         if graph_is_made():

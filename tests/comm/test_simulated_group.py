@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp
 from tests.comm.failure.dimension_programs import STAGES, Retried, stage_retried
-from tests.compat.fsdp2 import pipeline_program as pipeline
+from tests.compat.fsdp2 import test_pipelines_gloo as pipeline
 from tests.support.ranks import on_ranks
 
 
