@@ -189,8 +189,8 @@ class BackwardHooks(RefuseCopy, UnitObserver):
         self._engine.on_event(self._index, Event.EXTERNAL_GRAD)
 
     def has_come(self, flat: FlatBuffer, index: int) -> bool:
-        if not self._engine.reducer.runs_grad_hooks:
-            self._engine.pending_backward.await_end()  # of one that has failed on a device, whose gradients are dropped then
+        # one that has failed on a device drops its gradients then; hooks at the end of one are inside it, and do not wait
+        self._engine.pending_backward.await_end()
         return self._engine.is_before_commits and self._engine.reducer.has_come(flat, index)
 
     def unshard_for_backward(self) -> bool:
