@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from itertools import repeat
 from operator import is_not
 from typing import Any, Final, Protocol, cast
@@ -101,27 +101,35 @@ touches: Final = Clock()
 """How often code has put a parameter into a module that has parameters of a unit, or taken one away, in all modules."""
 
 
+def _touching(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of dict that the user calls to put a parameter in, or to take one away."""
+
+    def touching(shown: "ParamDict", *args: Any, **kwargs: Any) -> Any:
+        shown.is_touched = True
+        touches.add()
+        return method(shown, *args, **kwargs)
+
+    return touching
+
+
 class ParamDict(dict[str, nn.Parameter | None]):
-    """The `_parameters` of a module that has parameters of a unit. Gives what it holds: a read costs what it costs in a dict."""
+    """The `_parameters` of a module that has parameters of a unit. Gives what it holds: a read costs what it costs in a dict.
+
+    The units change it by `dict.update`, which counts as no touch.
+    """
 
     __slots__ = ("is_touched", "shared")
+
+    __setitem__, __delitem__, __ior__ = _touching(dict.__setitem__), _touching(dict.__delitem__), _touching(dict.__ior__)
+    clear, pop, popitem = _touching(dict.clear), _touching(dict.pop), _touching(dict.popitem)
+    setdefault, update = _touching(dict.setdefault), _touching(dict.update)
 
     def __init__(self, slots: dict[str, nn.Parameter | None]) -> None:
         super().__init__(slots)
         self.shared = False
         """Whether parameters of several units are in this dict, so that some may be sharded and others unsharded."""
         self.is_touched = False
-        """Whether one was put in or taken away since somebody looked. The units change the dict by `update`."""
-
-    def __setitem__(self, name: str, parameter: nn.Parameter | None) -> None:
-        super().__setitem__(name, parameter)
-        self.is_touched = True
-        touches.add()
-
-    def __delitem__(self, name: str) -> None:
-        super().__delitem__(name)
-        self.is_touched = True
-        touches.add()
+        """Whether one was put in or taken away since somebody looked."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         """An ordinary dict: the copy of a module has units of its own."""
@@ -188,7 +196,7 @@ class ModuleParams:
         # a module with a second record of its parameters (nn.LSTM) updates it in its own __setattr__
         is_plain = type(module).__setattr__ is nn.Module.__setattr__
         self._set_params: Callable[[dict[str, nn.Parameter]], None] = (
-            self._param_dict.update if is_plain else self._set_attributes
+            partial(dict.update, self._param_dict) if is_plain else self._set_attributes
         )
 
     @property

@@ -331,7 +331,8 @@ class Unit:
         """
         self.refuse_put_away()
         self._read_copies.check(self.name)
-        self.check_modules()
+        if touches.count != self._touches:
+            self._refuse_put_in()
         return self.follow_replaced()
 
     @property
@@ -481,8 +482,7 @@ class Unit:
 
     def prepare_all_gather(self) -> Sequence[tuple[FlatBuffer, Tensor]]:
         """Each flat buffer to be gathered, with this rank's chunk, see `FlatBuffer.begin_gather`."""
-        if self.is_put_away:
-            self.refuse_put_away()
+        self.refuse_put_away()
         return [(flat, own) for flat in self.flats if (own := flat.begin_gather(self._tracker, self._streams)) is not None]
 
     def add_works(self, works: Iterable[Work]) -> None:
@@ -554,8 +554,7 @@ class Unit:
         if any([*map(FlatBuffer.take_requires_grad, self.flats)]):
             self._find_out_if_trained()
         self._open = False
-        if self.listed.is_pending:
-            self.listed.set(False)
+        self.listed.set(False)
         for module_params in self._module_params:
             module_params.use_sharded()
         write_back, self._write_back = self._write_back, None

@@ -188,6 +188,35 @@ def test_a_parameter_that_torch_takes_away_is_named(rank: int, way: str, strateg
         model(X)
 
 
+Slots = dict[str, nn.Parameter | None]
+PUT_IN: dict[str, Callable[[Slots, nn.Parameter], object]] = {
+    "[]": lambda slots, other: slots.__setitem__("weight", other),
+    "del": lambda slots, other: slots.__delitem__("weight"),
+    "|=": lambda slots, other: slots.__ior__({"weight": other}),
+    "clear": lambda slots, other: slots.clear(),
+    "pop": lambda slots, other: slots.pop("weight"),
+    "popitem": lambda slots, other: slots.popitem(),
+    "setdefault": lambda slots, other: (slots.pop("weight"), slots.setdefault("weight", other)),
+    "update": lambda slots, other: slots.update(weight=other),
+}
+
+
+@pytest.mark.parametrize("way", PUT_IN)
+@on_ranks(2)
+def test_whatever_is_done_to_the_dict_of_parameters_is_seen(rank: int, way: str) -> None:
+    model = sharded("FULL_SHARD")
+    loss_of(model(X)).backward()
+    before = dict(model.enter._parameters)
+    PUT_IN[way](model.enter._parameters, nn.Parameter(torch.ones(4, 4)))
+    for _ in range(2):
+        with pytest.raises(
+            fsdp.ShardingError, match=r"Linear.\w+ in unit 'enter' was (taken away|replaced by another parameter)"
+        ):
+            model(X)
+    model.enter._parameters.update(before)
+    loss_of(model(X)).backward()
+
+
 @STRATEGIES
 @on_ranks(2)
 def test_functional_call_with_other_tensors_is_refused_and_leaves_the_model_as_it_was(rank: int, strategy: str) -> None:
