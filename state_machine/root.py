@@ -102,7 +102,11 @@ class Root:
         if event is BackwardEvent.CALLBACK_RUNS_INSIDE or event is BackwardEvent.FAILS_INSIDE:
             for copy in self.copies:
                 copy.on(CopyEvent.BACKWARD_INSIDE)
-        found = [one for unit in order for one in self._instructions(unit, self.lifecycles[unit].on(unit_event))]
+        cached = self._instruction_cache
+        found: list[Instruction] = []
+        for unit in order:
+            actions = self.lifecycles[unit].on(unit_event)
+            found += cached.get((unit, actions)) or self._instructions(unit, actions)
         first = [one for one in found if one.action not in COMMITTING]
         return (*first, *[one for one in found if one.action in COMMITTING])
 

@@ -165,7 +165,7 @@ def size_of(tensor: Tensor) -> int:
     """Bytes of the elements of `tensor`; for a sparse tensor, of its indices and values."""
     if tensor.is_sparse:
         return size_of(tensor._indices()) + size_of(tensor._values())
-    return tensor.numel() * tensor.element_size()
+    return tensor.nbytes
 
 
 def storage_key(tensor: Tensor) -> int:

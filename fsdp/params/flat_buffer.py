@@ -136,8 +136,6 @@ class FlatBuffer:
         self._with_memory = [self._local_unsharded[i] for i in self._nonempty]
         starts = (slot.start for slot in self.layout.slots if slot.numel)
         self._byte_offsets = [start * self.unsharded.element_size() for start in starts]
-        self._pointers: dict[int, list[int]] = {}
-        """For each address that the unsharded memory has had lately, the addresses of the parameters."""
         self._inplace_updates = self.count_inplace_updates()
         """The counts when in-place updates were last written back or ignored."""
 
@@ -220,7 +218,8 @@ class FlatBuffer:
     @property
     def is_replaced(self) -> bool:
         """Whether a sharded parameter lies, or has lain at the last gather, in memory where the user put it (`p.data = x`)."""
-        return self.shard is not self._own_shard or not self._are_at_home()
+        may_be_moved = self.asks_addresses or moved_shards.data
+        return self.shard is not self._own_shard or bool(may_be_moved and not self._are_at_home())
 
     @property
     def is_elsewhere(self) -> bool:
@@ -234,8 +233,6 @@ class FlatBuffer:
         return hash(tuple(addresses)) if any(addresses) else 0
 
     def _are_at_home(self) -> bool:
-        if not self.asks_addresses and not moved_shards.data:
-            return True
         if (now := self._own_shard.data_ptr()) != self._own_addresses[0]:  # all memory has moved, see `fsdp.offload`
             known = zip(self.placements, self._own_addresses[1], strict=True)
             self._own_addresses = (
@@ -425,20 +422,15 @@ class FlatBuffer:
     @property
     def is_repointed(self) -> bool:
         """Whether an unsharded parameter was pointed at other memory (`p.data = x`), which is not written back yet."""
-        return [*map(_ADDRESS, self._with_memory)] != self._unsharded_pointers()
+        if self.is_shared:
+            addresses = self._addresses()
+            return [*map(_ADDRESS, self._with_memory)] != [addresses[i] for i in self._nonempty]
+        base = self.unsharded.data_ptr()
+        return [address - base for address in map(_ADDRESS, self._with_memory)] != self._byte_offsets
 
     def _places(self) -> list[Tensor]:
         """Where each unsharded parameter lies, unless a forward has pointed it at other memory."""
         return [plain(p) for p in self.sharded_params] if self.is_shared else self._views
-
-    def _unsharded_pointers(self) -> list[int]:
-        """Where each unsharded parameter with elements lies, unless a forward has pointed it at other memory."""
-        if self.is_shared:
-            addresses = self._addresses()
-            return [addresses[i] for i in self._nonempty]
-        if (base := self.unsharded.data_ptr()) not in self._pointers:  # allocators give few addresses, again and again
-            self._pointers = {**dict([*self._pointers.items()][-7:]), base: [*map(base.__add__, self._byte_offsets)]}
-        return self._pointers[base]
 
     def _write_back(self, i: int, unit: str, saved: SavedShards | None) -> None:
         """Copy this rank's part of unsharded parameter `i` to the shard."""

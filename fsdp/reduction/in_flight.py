@@ -5,6 +5,7 @@ Rule 2: what is in flight is held here until it was waited for, whatever fails.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Final, NamedTuple
 
@@ -291,7 +292,7 @@ class ReductionQueue:
             if isinstance(work, SparseTotal):
                 reduced = self._replace(reduced, work.result)
             if reduction.divisor != 1:
-                reduced.div_(reduction.divisor)
+                reduced.div_(_scalar(reduction.divisor))
             dtype = reduction.buckets[0].flat.shard.dtype
             if reduced.dtype != dtype:
                 reduced = self._replace(reduced, reduced.to(dtype))
@@ -306,6 +307,12 @@ class ReductionQueue:
         """Count the new tensor in place of the old one."""
         self._tracker.add("reduced", size_of(new) - size_of(old))
         return new
+
+
+@cache
+def _scalar(value: float) -> Tensor:
+    """A number () as torch makes one of a Python number in each operation, which costs as much as a small kernel."""
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def _split(chunks: Tensor, buckets: Sequence[Bucket]) -> Sequence[Tensor]:

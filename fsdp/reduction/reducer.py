@@ -355,9 +355,8 @@ class Reducer:
 
     def _launch(self, group: Sequence[int], remainder: bool = False) -> None:
         buckets = [*map(self.buckets.__getitem__, group)]
-        for listed in [self._units[bucket.unit].listed for bucket in buckets]:
-            if listed.is_pending:
-                listed.set(False)
+        for bucket in buckets:
+            self._units[bucket.unit].listed.set(False)
         if self.ignores_local_grads:
             for bucket in buckets:
                 bucket.clear_unsharded_grads()

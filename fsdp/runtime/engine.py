@@ -159,13 +159,18 @@ class Engine:
     def request(self, index: int, request: Request) -> tuple[Effect, ...]:
         """Apply a request to the residency of a unit and execute its effects, which are returned."""
         handlers, effects = self._effect_handlers[index], self._residencies[index].on(request)
-        for effect in effects:
-            handlers[effect]()
+        if handlers:
+            for effect in effects:
+                handlers[effect]()
         return effects
 
     def is_unsharded(self, index: int) -> bool:
         """Whether the modules of the unit use its unsharded parameters."""
         return self._residencies[index].state is ResidencyState.UNSHARDED
+
+    def gathered_units(self) -> list[int]:
+        """The numbers of the units that are gathered, or being gathered."""
+        return [index for index, one in enumerate(self._residencies) if one.state is not ResidencyState.SHARDED]
 
     def unsharded_units(self) -> list[int]:
         """The numbers of the units whose modules use unsharded parameters."""

@@ -92,6 +92,8 @@ class Passes:
                     Effect.USE_SHARDED: unit.use_sharded,
                     Effect.FREE_UNSHARDED: partial(self._free_unsharded, index),
                 }
+                if unit.flats
+                else {}  # nothing is there to gather
                 for index, unit in enumerate(units)
             ],
         )
@@ -212,7 +214,7 @@ class Passes:
         engine.on_event(index, event)
         if not engine.forward.calls:
             engine.pending_backward.expect(event is Event.POST_FORWARD and (engine.synchronises or self._root.backward_gathers))
-            for other in range(len(self._units)):
+            for other in engine.gathered_units():
                 engine.request(other, Request.PASS_FAILS if failed else Request.PASS_ENDS)
             if not torch.is_grad_enabled():
                 self._root.evaluation_ends()

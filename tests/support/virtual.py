@@ -452,4 +452,5 @@ def strided(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def is_memory(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type == "cpu"
+    is_number = tensor.dtype is torch.float64 and not tensor.dim()  # a divisor: on the host, and given to a kernel by its value
+    return tensor.layout is torch.strided and tensor.device.type == "cpu" and not is_number
