@@ -4,8 +4,8 @@ Rule 1: a bucket group is summed over the ranks that share the shards, and its s
 Rule 2: what is in flight is held here until it was waited for, whatever fails.
 """
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from operator import attrgetter
 from typing import Final, NamedTuple
 
@@ -68,6 +68,8 @@ class ReductionQueue:
         which runs meanwhile."""
         self._launched = 0
         """The number of launches in this backward."""
+        self._number: Callable[[float], Tensor] = cache(partial(torch.tensor, dtype=torch.float64, device="cpu"))
+        """A number (), which torch would otherwise make of a Python number in each operation: as long as a small kernel."""
 
     def begin(self) -> None:
         """A backward begins: the lanes take turns from the first one on, on every rank."""
@@ -292,7 +294,7 @@ class ReductionQueue:
             if isinstance(work, SparseTotal):
                 reduced = self._replace(reduced, work.result)
             if reduction.divisor != 1:
-                reduced.div_(_scalar(reduction.divisor))
+                reduced.div_(self._number(reduction.divisor))
             dtype = reduction.buckets[0].flat.shard.dtype
             if reduced.dtype != dtype:
                 reduced = self._replace(reduced, reduced.to(dtype))
@@ -307,12 +309,6 @@ class ReductionQueue:
         """Count the new tensor in place of the old one."""
         self._tracker.add("reduced", size_of(new) - size_of(old))
         return new
-
-
-@cache
-def _scalar(value: float) -> Tensor:
-    """A number () as torch makes one of a Python number in each operation, which costs as much as a small kernel."""
-    return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def _split(chunks: Tensor, buckets: Sequence[Bucket]) -> Sequence[Tensor]:
