@@ -90,6 +90,14 @@ def distribute(model: nn.Sequential, mesh: DeviceMesh, placement: Any = None) ->
             setattr(block.experts, name, nn.Parameter(distribute_tensor(whole, mesh["ep"], [placement or Shard(0)])))
 
 
+def prepared(shape: tuple[int, int] = (2, 2), usable: int = EXPERTS) -> tuple[nn.Sequential, DeviceMesh]:
+    """A model whose experts are distributed, and the mesh."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("edp", "ep"))
+    model = make(usable)
+    distribute(model, mesh)
+    return model, mesh
+
+
 def wrap(model: nn.Sequential, mesh: DeviceMesh, **options: Any) -> None:
     everyone = mesh["edp", "ep"]._flatten("dp")
     for block in model[:2]:
@@ -184,9 +192,7 @@ def check_wrapped(
     """Compare a model that `wraps` has wrapped over a mesh of this shape with one process."""
 
     def program(rank: int) -> dict[str, Any]:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("edp", "ep"))
-        model = make(usable)
-        distribute(model, mesh)
+        model, mesh = prepared(shape, usable)
         wraps(model, mesh)
         return train(model, lambda step: [batch(step, rank)], lambda: fsdp.clip_grad_norm_(model, 0.05))
 
@@ -208,82 +214,64 @@ def test_experts_by_options_equal_one_process(options: str, strategy: str, shape
     check_wrapped(wraps, shape, usable, seed=usable)
 
 
-def test_buffers_of_one_unit_have_the_ranks_of_their_mesh() -> None:
-    def program(rank: int) -> dict[str, list[str]]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-        model = make()
-        distribute(model, mesh)
-        wrap_by("placements", model, mesh)
-        model(batch(0, rank)).square().mean().backward()
-        (engine,) = engines_in(model, "test")
-        assert [[len(flat.comm.ranks) for flat in unit.flats] for unit in engine.units] == [[4], [4, 2], [4, 2]]
-        return {name: list(comm.recent()) for name, comm in engine.comms.each().items()}
-
-    found = fsdp.simulate(4, program)[0]
+@on_ranks(4)
+def test_buffers_of_one_unit_have_the_ranks_of_their_mesh(rank: int) -> None:
+    model, mesh = prepared()
+    wrap_by("placements", model, mesh)
+    model(batch(0, rank)).square().mean().backward()
+    (engine,) = engines_in(model, "test")
+    assert [[len(flat.comm.ranks) for flat in unit.flats] for unit in engine.units] == [[4], [4, 2], [4, 2]]
+    found = {name: list(comm.recent()) for name, comm in engine.comms.each().items()}
     assert [call for call in found["inner shard"] if "all_gather" in call] == [f"all_gather {unit}" for unit in "0110"]
     assert found["inner reduce"] == ["reduce_scatter 1", "reduce_scatter 0"]
 
 
-def test_a_root_around_buffers_of_several_meshes_takes_them_in() -> None:
-    def wraps(model: nn.Sequential, mesh: DeviceMesh) -> None:
-        everyone = mesh["edp", "ep"]._flatten("dp")
-        for block in model[:2]:
-            fully_shard(block, mesh=everyone, shard_placement_fn=placement_of(mesh, block))
-        fully_shard(model, mesh=everyone)
-
-    check_wrapped(wraps)
-
-
-def test_a_mesh_that_cannot_be_that_of_some_parameters_is_refused() -> None:
+@on_ranks(4)
+def test_a_mesh_that_cannot_be_that_of_some_parameters_is_refused(rank: int) -> None:
     def refused(text: str, model: nn.Module, policy: Any, **options: Any) -> None:
         with pytest.raises(fsdp.ShardingError, match=text):
             fsdp.fully_shard(model, auto_wrap_policy=policy, **options)
         assert not any(hasattr(module, "_fsdp_sharded") for module in model.modules())
 
-    def program(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-        everyone, policy = mesh["edp", "ep"]._flatten("dp"), policy_of(mesh)
-        model = make()
-        refused(r"nothing says what the others have in place of '0.experts.up': make it a DTensor", model, policy, mesh=everyone)
-        distribute(model, mesh)
-        hybrid = {"mesh": mesh, "sharding_strategy": "HYBRID_SHARD"}
-        refused(r"'0.experts.up' is to be cut over .*none with \"HYBRID_SHARD\"", model, policy, **hybrid)
-        refused(r"was wrapped over a part of the ranks; leave out uneven_paths", model, policy, mesh=everyone, uneven_paths=True)
-        no_mesh = CustomPolicy(lambda module: {"mesh": (2, 2)} if isinstance(module, Experts) else False)
-        refused(r"is to be cut over \(2, 2\): give a DeviceMesh of one dimension", model, no_mesh, mesh=everyone)
-        more = CustomPolicy(lambda module: {"mesh": mesh["edp"], "prefetch": 2} if isinstance(module, Experts) else False)
-        refused(r"units of one call have the same but for mesh", model, more, mesh=everyone)
-        one_rank = CustomPolicy(lambda module: {"mesh": mesh["edp"]} if isinstance(module, Experts) and rank else False)
-        refused(r"cannot be joined with|rank 0 could not wrap its module", model, one_rank, mesh=everyone)
-        fsdp.fully_shard(model[0].experts, mesh=mesh["edp"])
-        with pytest.raises(fsdp.ShardingError, match=r"gives '0.experts' a mesh, and it was wrapped before"):
-            fsdp.fully_shard(model, mesh=everyone, auto_wrap_policy=policy)
-
-    fsdp.simulate(4, program)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    everyone, policy = mesh["edp", "ep"]._flatten("dp"), policy_of(mesh)
+    model = make()
+    refused(r"nothing says what the others have in place of '0.experts.up': make it a DTensor", model, policy, mesh=everyone)
+    distribute(model, mesh)
+    hybrid = {"mesh": mesh, "sharding_strategy": "HYBRID_SHARD"}
+    refused(r"'0.experts.up' is to be cut over .*none with \"HYBRID_SHARD\"", model, policy, **hybrid)
+    refused(r"was wrapped over a part of the ranks; leave out uneven_paths", model, policy, mesh=everyone, uneven_paths=True)
+    no_mesh = CustomPolicy(lambda module: {"mesh": (2, 2)} if isinstance(module, Experts) else False)
+    refused(r"is to be cut over \(2, 2\): give a DeviceMesh of one dimension", model, no_mesh, mesh=everyone)
+    more = CustomPolicy(lambda module: {"mesh": mesh["edp"], "prefetch": 2} if isinstance(module, Experts) else False)
+    refused(r"units of one call have the same but for mesh", model, more, mesh=everyone)
+    one_rank = CustomPolicy(lambda module: {"mesh": mesh["edp"]} if isinstance(module, Experts) and rank else False)
+    refused(r"cannot be joined with|rank 0 could not wrap its module", model, one_rank, mesh=everyone)
+    fsdp.fully_shard(model[0].experts, mesh=mesh["edp"])
+    with pytest.raises(fsdp.ShardingError, match=r"gives '0.experts' a mesh, and it was wrapped before"):
+        fsdp.fully_shard(model, mesh=everyone, auto_wrap_policy=policy)
 
 
-def test_experts_by_the_names_of_fsdp2_need_no_factor() -> None:
+@pytest.mark.parametrize("apart", [True, False], ids=["units of their own", "buffers of the blocks"])
+def test_experts_by_the_names_of_fsdp2_need_no_factor(apart: bool) -> None:
     def wraps(model: nn.Sequential, mesh: DeviceMesh) -> None:
         everyone = mesh["edp", "ep"]._flatten("dp")
         for block in model[:2]:
-            fully_shard(block.experts, mesh=mesh["edp"])
-            fully_shard(block, mesh=everyone)
+            if apart:
+                fully_shard(block.experts, mesh=mesh["edp"])
+            fully_shard(block, mesh=everyone, shard_placement_fn=None if apart else placement_of(mesh, block))
         fully_shard(model, mesh=everyone)
 
     check_wrapped(wraps)
 
 
-def test_the_collectives_of_experts_are_among_those_who_share_them() -> None:
-    def program(rank: int) -> dict[str, list[str]]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-        model = make()
-        distribute(model, mesh)
-        wrap(model, mesh)
-        model(batch(0, rank)).square().mean().backward()
-        (engine,) = engines_in(model, "test")
-        return {name: list(comm.recent()) for name, comm in engine.comms.each().items()}
-
-    found = fsdp.simulate(4, program)[0]
+@on_ranks(4)
+def test_the_collectives_of_experts_are_among_those_who_share_them(rank: int) -> None:
+    model, mesh = prepared()
+    wrap(model, mesh)
+    model(batch(0, rank)).square().mean().backward()
+    (engine,) = engines_in(model, "test")
+    found = {name: list(comm.recent()) for name, comm in engine.comms.each().items()}
     assert [call for call in found["inner shard"] if "gather_objects" not in call] == [
         # each block calls its experts twice
         *["all_gather 0.experts"] * 2,
@@ -294,57 +282,39 @@ def test_the_collectives_of_experts_are_among_those_who_share_them() -> None:
     assert not any("experts" in call for name in ("shard", "reduce") for call in found[name])
 
 
-def test_what_the_other_ranks_have_must_be_known() -> None:
-    def program(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-        model = make()
-        fsdp.fully_shard(model[0].experts, mesh=mesh["edp"])
-        fsdp.fully_shard(model, mesh=mesh["edp", "ep"]._flatten("dp"))
-
-    with pytest.raises(fsdp.ShardingError, match=r"nothing says what the others have in place of .*up': make it a DTensor over"):
-        fsdp.simulate(4, program)
-
-
-@on_ranks(4)
-def test_experts_are_sharded_as_the_rest_is(rank: int) -> None:
+@on_ranks(4, refuses="nothing says what the others have in place of 'up': make it a DTensor over")
+def test_what_the_other_ranks_have_must_be_known(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
     model = make()
-    distribute(model, mesh)
     fsdp.fully_shard(model[0].experts, mesh=mesh["edp"])
-    with pytest.raises(fsdp.ShardingError, match=r"with a strategy that shares the work in another way; wrap all units"):
-        fsdp.fully_shard(model, mesh=mesh, sharding_strategy="HYBRID_SHARD")
+    fsdp.fully_shard(model, mesh=mesh["edp", "ep"]._flatten("dp"))
+
+
+@on_ranks(4, refuses="with a strategy that shares the work in another way; wrap all units")
+def test_experts_are_sharded_as_the_rest_is(rank: int) -> None:
+    model, mesh = prepared()
+    fsdp.fully_shard(model[0].experts, mesh=mesh["edp"])
+    fsdp.fully_shard(model, mesh=mesh, sharding_strategy="HYBRID_SHARD")
 
 
 @pytest.mark.parametrize("options", [{"uneven_paths": True}, {"broadcast_buffers": True}])
-def test_what_needs_the_same_units_on_all_ranks_is_refused(options: dict[str, Any]) -> None:
-    def program(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-        model = make()
-        distribute(model, mesh)
-        fsdp.fully_shard(model[0].experts, mesh=mesh["edp"])
-        fsdp.fully_shard(model, mesh=mesh["edp", "ep"]._flatten("dp"), **options)
-
-    with pytest.raises(
-        fsdp.ShardingError, match=r"was wrapped over a part of the ranks; leave out uneven_paths and broadcast_buffers"
-    ):
-        fsdp.simulate(4, program)
+@on_ranks(4, refuses="was wrapped over a part of the ranks; leave out uneven_paths and broadcast_buffers")
+def test_what_needs_the_same_units_on_all_ranks_is_refused(rank: int, options: dict[str, Any]) -> None:
+    model, mesh = prepared()
+    fsdp.fully_shard(model[0].experts, mesh=mesh["edp"])
+    fsdp.fully_shard(model, mesh=mesh["edp", "ep"]._flatten("dp"), **options)
 
 
 @pytest.mark.parametrize("call", ["hook", "join"])
-def test_what_is_not_defined_for_a_part_of_the_ranks_is_refused(call: str) -> None:
-    def program(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-        model = make()
-        distribute(model, mesh)
-        wrap(model, mesh)
-        if call == "hook":
-            fsdp.register_comm_hook(model, None, lambda state, bucket: None)
-        else:
-            with fsdp.join(model, lambda: None):
-                pass
-
-    with pytest.raises(fsdp.ShardingError, match=r"shared by a part of the ranks"):
-        fsdp.simulate(4, program)
+@on_ranks(4, refuses="shared by a part of the ranks")
+def test_what_is_not_defined_for_a_part_of_the_ranks_is_refused(rank: int, call: str) -> None:
+    model, mesh = prepared()
+    wrap(model, mesh)
+    if call == "hook":
+        fsdp.register_comm_hook(model, None, lambda state, bucket: None)
+    else:
+        with fsdp.join(model, lambda: None):
+            pass
 
 
 def test_experts_that_each_rank_holds_in_full_are_replicated() -> None:
@@ -392,41 +362,33 @@ def parallel(model: nn.Sequential, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["experts", "columns", "rows"])
-def test_full_weights_are_gathered_over_all_dimensions(kind: str) -> None:
-    def program(rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        model = make()
-        parallel(model, kind)
-        listed = {name: tensor.clone() for name, tensor in fsdp.iter_full_params(model)}
-        return fsdp.full_state_dict(model, rank0_only=False), listed
-
-    wanted = make().state_dict()
-    for state, listed in fsdp.simulate(4, program):
-        assert state.keys() == listed.keys() == wanted.keys()
-        for name, tensor in wanted.items():
-            assert type(state[name]) is Tensor
-            assert torch.equal(state[name], tensor)
-            assert torch.equal(listed[name], tensor)
+@on_ranks(4)
+def test_full_weights_are_gathered_over_all_dimensions(rank: int, kind: str) -> None:
+    model, wanted = make(), make().state_dict()
+    parallel(model, kind)
+    listed = {name: tensor.clone() for name, tensor in fsdp.iter_full_params(model)}
+    state = fsdp.full_state_dict(model, rank0_only=False)
+    assert state.keys() == listed.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert type(state[name]) is Tensor
+        assert torch.equal(state[name], tensor)
+        assert torch.equal(listed[name], tensor)
 
 
-def test_a_gradient_that_is_replicated_over_the_experts_ranks_counts_once() -> None:
+@on_ranks(4)
+def test_a_gradient_that_is_replicated_over_the_experts_ranks_counts_once(rank: int) -> None:
     """A parameter of the experts' unit that all of them share, such as a scale: a DTensor with Replicate()."""
-
-    def program(rank: int) -> tuple[float, float]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-        everyone = mesh["edp", "ep"]._flatten("dp")
-        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-        torch.manual_seed(1)
-        for module in model:
-            weight = distribute_tensor(torch.randn(2, 2), mesh["ep"], [Replicate()])
-            module.weight = nn.Parameter(weight)
-            fsdp.fully_shard(module, mesh=mesh["edp"])
-        fsdp.fully_shard(model, mesh=everyone)
-        here = float(rank // 2 + 1)  # replicated: the same on the ranks of the experts
-        x = DTensor.from_local(torch.full((1, 2), here), mesh["ep"], [Replicate()], run_check=False)
-        model(x).sum().backward()
-        norm = fsdp.clip_grad_norm_(model, 1e9)
-        squares = sum(float(p.grad.full_tensor().square().sum()) for p in model.parameters())
-        return float(norm), squares**0.5
-
-    for norm, wanted in fsdp.simulate(4, program):
-        assert norm == pytest.approx(wanted)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    torch.manual_seed(1)
+    for module in model:
+        weight = distribute_tensor(torch.randn(2, 2), mesh["ep"], [Replicate()])
+        module.weight = nn.Parameter(weight)
+        fsdp.fully_shard(module, mesh=mesh["edp"])
+    fsdp.fully_shard(model, mesh=mesh["edp", "ep"]._flatten("dp"))
+    here = float(rank // 2 + 1)  # replicated: the same on the ranks of the experts
+    x = DTensor.from_local(torch.full((1, 2), here), mesh["ep"], [Replicate()], run_check=False)
+    model(x).sum().backward()
+    norm = fsdp.clip_grad_norm_(model, 1e9)
+    squares = sum(float(p.grad.full_tensor().square().sum()) for p in model.parameters())
+    assert float(norm) == pytest.approx(squares**0.5)

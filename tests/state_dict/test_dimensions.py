@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp
 from tests.building import test_experts as experts
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, refused_everywhere
 
 KINDS = ["tensor parallel", "replicas", "experts", "experts by placements", "experts and tensor parallel", "dtensors", "columns"]
 """The last two are on one mesh: shards as DTensors, cut between rows and along the last dimension."""
@@ -141,8 +141,7 @@ def test_a_checkpoint_is_trained_on(kind: str, tmp_path: Path) -> None:
 
     def program() -> bool:
         fsdp.save(tmp_path / "saved", *trained(kind), extra={"step": 2})
-        model = build(kind)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = trained(kind, 0)
         assert fsdp.load(tmp_path / "saved", model, optimizer) == {"step": 2}
         same(full(model), wanted)
         step(kind, model, optimizer, 2)
@@ -165,8 +164,7 @@ def test_full_states_are_given_and_taken(kind: str) -> None:
             same(found["state"][name], kept, 1e-3)
         is_first = dist.get_rank() == 0
         for given in (True, is_first):
-            model = build(kind)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            model, optimizer = trained(kind, 0)
             fsdp.load_full_state_dict(model, wanted if given else None)
             fsdp.load_full_optim_state_dict(model, optimizer, state if given else None)
             step(kind, model, optimizer, 2)
@@ -198,8 +196,7 @@ def test_averages_of_weights(kind: str, tmp_path: Path) -> None:
     wanted = {name: (before[name] + after[name]) / 2 for name in before}
 
     def program() -> None:
-        model = build(kind)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = trained(kind, 0)
         average = fsdp.EMA(model, 0.5)
         step(kind, model, optimizer, 0)
         average.update()
@@ -236,8 +233,7 @@ def test_gradients_are_saved_in_the_middle_of_a_step(kind: str, tmp_path: Path) 
 @pytest.mark.parametrize("kind", [*KINDS, *BESIDE])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(kind: str, is_ours: bool) -> None:
     def program() -> float:
-        model = build(kind)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = trained(kind, 0)
         before = {name: tensor.clone() for name, tensor in full(model).items()}
         scaler: Any = fsdp.ShardedGradScaler(model) if is_ours else torch.amp.GradScaler("cpu")
         scaler.scale(model(batch(0, group_here(kind))).square().mean()).backward()
@@ -255,41 +251,30 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(kind: str, is_ours: bool)
 
 
 def test_ranks_of_tensor_parallelism_that_begin_differently_are_refused() -> None:
-    def values() -> None:
+    def values(rank: int) -> None:
         model = plain("tensor parallel")
         with torch.no_grad():
-            model[2].weight.add_(dist.get_rank() % 2)
+            model[2].weight.add_(rank % 2)
         build("tensor parallel", model)
 
-    with pytest.raises(fsdp.ShardingError, match=r"ranks 0 and 1 of the meshes begin with different values of '2.weight', which"):
-        on_all("tensor parallel", values)
+    refused_everywhere(4, values, "ranks 0 and 1 of the meshes begin with different values of '2.weight', which")
 
-    def seeds() -> None:
+    def seeds(rank: int) -> None:
         with torch.device("meta"):
             model = plain("tensor parallel")
-        torch.manual_seed(dist.get_rank())
+        torch.manual_seed(rank)
         build("tensor parallel", model)
 
-    with pytest.raises(
-        fsdp.ShardingError, match=r"begin with different values of '2.weight', which tensor parallelism does not cut"
-    ):
-        on_all("tensor parallel", seeds)
-
-    def options() -> None:
-        build("tensor parallel", prefetch=dist.get_rank() % 2)
-
-    with pytest.raises(fsdp.ShardingError, match=r"rank 0 has prefetch=0, but rank 1 has prefetch=1"):
-        on_all("tensor parallel", options)
+    refused_everywhere(4, seeds, "begin with different values of '2.weight', which tensor parallelism does not cut")
+    different = lambda rank: build("tensor parallel", prefetch=rank % 2)  # noqa: E731
+    refused_everywhere(4, different, "rank 0 has prefetch=0, but rank 1 has prefetch=1")
 
 
-def test_state_that_is_no_dtensor_beside_one_is_refused() -> None:
-    def program() -> None:
-        model, optimizer = trained("tensor parallel", 1)
-        optimizer.state[model[0].up.weight]["exp_avg"] = torch.zeros(2, 6)
-        fsdp.full_optim_state_dict(model, optimizer)
-
-    with pytest.raises(fsdp.ShardingError, match=r"'exp_avg' of parameter '0.up.weight' is an ordinary tensor of shape \(2, 6\)"):
-        on_all("tensor parallel", program)
+@on_ranks(4, refuses="'exp_avg' of parameter '0.up.weight' is an ordinary tensor of shape (2, 6)")
+def test_state_that_is_no_dtensor_beside_one_is_refused(rank: int) -> None:
+    model, optimizer = trained("tensor parallel", 1)
+    optimizer.state[model[0].up.weight]["exp_avg"] = torch.zeros(2, 6)
+    fsdp.full_optim_state_dict(model, optimizer)
 
 
 @on_ranks(4)

@@ -12,10 +12,11 @@ import fsdp
 Test = Callable[..., None]
 
 
-def on_ranks(size: int | str) -> Callable[[Test], Test]:
+def on_ranks(size: int | str, refuses: str = "") -> Callable[[Test], Test]:
     """Run a test on each of `size` simulated ranks, or as many as its argument of that name says.
 
-    Its argument `rank` is the number of the rank; the others come from pytest.
+    Its argument `rank` is the number of the rank; the others come from pytest. `refuses`: on each rank it must raise a
+    ShardingError with this text.
     """
 
     def of(test: Test) -> Test:
@@ -24,7 +25,8 @@ def on_ranks(size: int | str) -> Callable[[Test], Test]:
         @functools.wraps(test)
         def run(*args: Any, **given: Any) -> None:
             ranks = given[size] if isinstance(size, str) else size
-            fsdp.simulate(ranks, lambda rank: test(*args, rank=rank, **given))
+            program = lambda rank: test(*args, rank=rank, **given)  # noqa: E731
+            refused_everywhere(ranks, program, refuses) if refuses else fsdp.simulate(ranks, program)
 
         others = [one for one in signature.parameters.values() if one.name != "rank"]
         run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
