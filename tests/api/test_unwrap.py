@@ -1,6 +1,5 @@
 """fsdp.unwrap: from a sharded model back to the plain one, with nothing left of the engine and nothing lost of the user's."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +10,8 @@ import fsdp
 from fsdp.compat import fairscale
 from tests.support.models import CASES, OPTIONS, Block, Case, loss_of, make_net
 from tests.support.ranks import on_ranks
+from tests.support.states import DOORS, Door
 
-Door = Callable[..., nn.Module]
-DOORS = pytest.mark.parametrize("door", [fsdp.fully_shard, fsdp.FullyShardedDataParallel], ids=["in place", "wrapper"])
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
 
 

@@ -17,8 +17,8 @@ import fsdp
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.models import Block, Net, Recurrent, Tied, local, loss_of, make_net, two_layers, units_of
 from tests.support.ranks import on_ranks
+from tests.support.states import DOORS
 
-DOORS = pytest.mark.parametrize("door", [fsdp.FullyShardedDataParallel, fsdp.fully_shard], ids=["wrapper", "in place"])
 OF_CLASSES = partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Conv2d})
 CHOOSE_NOTHING = (ModuleWrapPolicy({nn.Conv2d}), CustomPolicy(lambda module: False), OF_CLASSES, lambda name, module: name == "x")
 
@@ -76,19 +76,16 @@ def test_names_are_plain_through_wrappers_nested_by_hand(rank: int) -> None:
 
 
 @DOORS
-def test_wrapping_inner_units_first_is_wrapping_by_policy(door: Any) -> None:
-    def fn(rank: int) -> tuple[Tensor, Tensor]:
-        one, other = make_net(), make_net()
-        for number, block in enumerate(one.blocks):
-            one.blocks[number] = door(block)
-        outputs = []
-        for model in (door(one), door(other, auto_wrap_policy={Block})):
-            output = model(torch.arange(12.0).view(2, 6))
-            loss_of(output).backward()
-            outputs.append(torch.cat([local(p.grad).reshape(-1) for p in model.parameters() if p.grad is not None]))
-        return outputs[0], outputs[1]
-
-    assert all(torch.equal(one, other) for one, other in fsdp.simulate(2, fn))
+@on_ranks(2)
+def test_wrapping_inner_units_first_is_wrapping_by_policy(rank: int, door: Any) -> None:
+    one, other = make_net(), make_net()
+    for number, block in enumerate(one.blocks):
+        one.blocks[number] = door(block)
+    gradients = []
+    for model in (door(one), door(other, auto_wrap_policy={Block})):
+        loss_of(model(torch.arange(12.0).view(2, 6))).backward()
+        gradients.append(torch.cat([local(p.grad).reshape(-1) for p in model.parameters() if p.grad is not None]))
+    assert torch.equal(*gradients)
 
 
 @on_ranks(2)
@@ -212,20 +209,18 @@ def test_buffers_stay_unsharded_and_the_same_objects(rank: int) -> None:
     assert torch.equal(net.scale, make_net().scale)
 
 
-def test_sync_module_states_gives_every_rank_the_first_ranks_model() -> None:
-    def fn(rank: int) -> dict[str, Tensor]:
-        torch.manual_seed(rank)
-        net = Net()
-        net.scale.add_(rank)
-        net.shift.add_(rank)
-        net.blocks[0].up.weight.data = net.blocks[0].up.weight.data.t().contiguous().t()
-        model = fsdp.fully_shard(net, auto_wrap_policy={Block}, sync_module_states=True)
-        return {**fsdp.full_state_dict(model, rank0_only=False), "shift": net.shift}
-
+@on_ranks(3)
+def test_sync_module_states_gives_every_rank_the_first_ranks_model(rank: int) -> None:
+    torch.manual_seed(rank)
+    net = Net()
+    net.scale.add_(rank)
+    net.shift.add_(rank)
+    net.blocks[0].up.weight.data = net.blocks[0].up.weight.data.t().contiguous().t()
+    model = fsdp.fully_shard(net, auto_wrap_policy={Block}, sync_module_states=True)
+    state = {**fsdp.full_state_dict(model, rank0_only=False), "shift": net.shift}
     torch.manual_seed(0)
     plain = Net()
-    for state in fsdp.simulate(3, fn):
-        assert all(torch.equal(state[name], tensor) for name, tensor in {**plain.state_dict(), "shift": plain.shift}.items())
+    assert all(torch.equal(state[name], tensor) for name, tensor in {**plain.state_dict(), "shift": plain.shift}.items())
 
 
 @DOORS

@@ -49,20 +49,16 @@ class TestRanksThatDiffer:
     def test_the_first_difference_is_named_with_its_rank(self, build: Callable[[int], object], text: str) -> None:
         refused_everywhere(2, build, text)
 
-    def test_the_order_of_modules_matters(self) -> None:
-        def fn(rank: int) -> None:
-            model = nn.Module()
-            for name in "ba" if rank == 2 else "ab":
-                model.add_module(name, nn.Linear(2, 2))
-            fsdp.fully_shard(model)
+    @on_ranks(3, "rank 0 has parameter 'a.weight' (2, 2) torch.float32, but rank 2 has parameter 'b.weight'")
+    def test_the_order_of_modules_matters(self, rank: int) -> None:
+        model = nn.Module()
+        for name in "ba" if rank == 2 else "ab":
+            model.add_module(name, nn.Linear(2, 2))
+        fsdp.fully_shard(model)
 
-        refused_everywhere(3, fn, "rank 0 has parameter 'a.weight' (2, 2) torch.float32, but rank 2 has parameter 'b.weight'")
-
-    def test_a_refusal_on_one_rank_reaches_all(self) -> None:
-        def fn(rank: int) -> None:
-            fsdp.fully_shard(make_net(), prefetch=-1 if rank == 1 else 1)
-
-        refused_everywhere(3, fn, "prefetch must be a number of units, 0 or more, not -1")
+    @on_ranks(3, "prefetch must be a number of units, 0 or more, not -1")
+    def test_a_refusal_on_one_rank_reaches_all(self, rank: int) -> None:
+        fsdp.fully_shard(make_net(), prefetch=-1 if rank == 1 else 1)
 
     @on_ranks(2)
     def test_after_a_refusal_the_ranks_can_wrap_again(self, rank: int) -> None:

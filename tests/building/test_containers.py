@@ -12,6 +12,7 @@ import fsdp
 from fsdp.compat import fully_shard as fsdp2
 from fsdp.compat import torch_fsdp as fsdp1
 from fsdp.runtime.registry import unit_ref_of
+from tests.support.ranks import on_ranks, refused_everywhere
 
 
 class Chunk(nn.ModuleList):
@@ -61,25 +62,20 @@ def by_hand(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("wrap", [by_fsdp1, by_fsdp2, by_policy, by_hand])
-def test_a_list_or_dict_with_a_forward_is_a_unit_and_trains_as_in_a_single_process(wrap: Any) -> None:
-    def run(rank: int) -> tuple[int, list[Tensor]]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            warnings.filterwarnings("ignore", "The passed-in `module` is on CPU")
-            model = wrap(net())
-        train(model)
-        units = sum(unit_ref_of(module) is not None for module in model.modules())
-        return units, [fsdp.full_tensor(p).detach().clone() for p in model.parameters()]
-
-    alone = net()
+@on_ranks(2)
+def test_a_list_or_dict_with_a_forward_is_a_unit_and_trains_as_in_a_single_process(rank: int, wrap: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "The passed-in `module` is on CPU")
+        model, alone = wrap(net()), net()
+    train(model)
     train(alone)
-    for units, weights in fsdp.simulate(2, run):
-        assert units == 3
-        for mine, expected in zip(weights, alone.parameters(), strict=True):
-            torch.testing.assert_close(mine, expected.detach())
+    assert sum(unit_ref_of(module) is not None for module in model.modules()) == 3
+    for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(fsdp.full_tensor(mine).detach(), expected.detach())
 
 
 @pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict, type("Blocks", (nn.ModuleList,), {})])
 def test_one_without_a_forward_is_refused(container: Any) -> None:
-    with pytest.raises(fsdp.ShardingError, match=f"a {container.__name__} has no forward of its own and cannot be a unit"):
-        fsdp.simulate(1, lambda rank: fsdp.fully_shard(container()))
+    text = f"a {container.__name__} has no forward of its own and cannot be a unit"
+    refused_everywhere(1, lambda rank: fsdp.fully_shard(container()), text)

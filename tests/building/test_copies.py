@@ -13,9 +13,7 @@ import fsdp
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.models import CASES, OPTIONS, Block, Case, is_at_rest, loss_of, make_net, step, units_of
 from tests.support.ranks import on_ranks
-
-Door = Callable[..., nn.Module]
-DOORS = pytest.mark.parametrize("door", [fsdp.fully_shard, fsdp.FullyShardedDataParallel], ids=["in place", "wrapper"])
+from tests.support.states import DOORS, Door, assert_near
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -29,10 +27,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def same(one: nn.Module, other: nn.Module) -> None:
-    state, expected = state_of(one), state_of(other)
-    assert list(state) == list(expected)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
+    assert_near(state_of(one), state_of(other))
 
 
 def train_with_copy(model: nn.Module, case: Case) -> nn.Module:

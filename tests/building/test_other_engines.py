@@ -16,12 +16,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import fsdp
 from tests.support.models import loss_of, two_layers
+from tests.support.states import DOORS
 
 SAID = (
     "Sequential is sharded by fsdp, which averages its gradients over the ranks already; train it as it is, without "
     "DistributedDataParallel, DataParallel, replicate or torch's FSDP around it"
 )
-DOORS = pytest.mark.parametrize("door", [fsdp.FullyShardedDataParallel, fsdp.fully_shard], ids=["wrapper", "in place"])
 
 
 @pytest.fixture(autouse=True)

@@ -47,14 +47,11 @@ def names_of_units(model: nn.Module) -> list[str]:
 
 class TestOptions:
     @pytest.mark.parametrize(("name", "value"), ACCEPTED)
-    def test_a_value_that_means_what_happens_anyway_is_accepted(self, name: str, value: str) -> None:
+    @on_ranks(1)
+    def test_a_value_that_means_what_happens_anyway_is_accepted(self, rank: int, name: str, value: str) -> None:
         given = eval(value, NAMES)
-
-        def fn(rank: int) -> None:
-            assert unit_ref_of(fsdp.fully_shard(make_net(), **{name: given})) is not None
-            assert fsdp.FullyShardedDataParallel(make_net(), **{name: given}).module
-
-        fsdp.simulate(1, fn)
+        assert unit_ref_of(fsdp.fully_shard(make_net(), **{name: given})) is not None
+        assert fsdp.FullyShardedDataParallel(make_net(), **{name: given}).module
 
     @pytest.mark.parametrize("name", PEER_OPTIONS)
     def test_any_other_value_gets_the_remedy(self, name: str) -> None:
@@ -88,11 +85,9 @@ class TestOptions:
         assert remedies_for(["auto_wrap_polcy"], ["auto_wrap_policy"]) == "'auto_wrap_polcy': did you mean auto_wrap_policy?"
         assert remedies_for(["q"], ["auto_wrap_policy"]) == "'q'"
 
-    def test_ranks_that_give_other_options_are_notified_too(self) -> None:
-        def fn(rank: int) -> None:
-            fsdp.fully_shard(make_net(), **({"device_id": 0} if rank == 1 else {}))
-
-        refused_everywhere(3, fn, "unknown option 'device_id': move the module to its device")
+    @on_ranks(3, "unknown option 'device_id': move the module to its device")
+    def test_ranks_that_give_other_options_are_notified_too(self, rank: int) -> None:
+        fsdp.fully_shard(make_net(), **({"device_id": 0} if rank == 1 else {}))
 
     @pytest.mark.parametrize("engine", [FSDP1.__init__, fsdp2, DDP.__init__], ids=["FSDP1", "FSDP2", "DDP"])
     def test_every_option_of_torchs_engines_has_an_answer(self, engine: Callable[..., object]) -> None:
@@ -162,28 +157,22 @@ def chosen_by_torch(model: nn.Module, policy: Callable[..., bool]) -> list[str]:
 
 class TestPolicies:
     @pytest.mark.parametrize("policy", POLICIES)
-    def test_a_policy_of_three_arguments_chooses_what_fsdp1_wraps(self, policy: str) -> None:
+    @on_ranks(2)
+    def test_a_policy_of_three_arguments_chooses_what_fsdp1_wraps(self, rank: int, policy: str) -> None:
         wanted = chosen_by_torch(Attends(), POLICIES[policy])
-
-        def fn(rank: int) -> None:
-            model = fsdp.fully_shard(Attends(), auto_wrap_policy=POLICIES[policy])
-            assert sorted(names_of_units(model)) == sorted(["Attends", *wanted])
-
-        fsdp.simulate(2, fn)
+        model = fsdp.fully_shard(Attends(), auto_wrap_policy=POLICIES[policy])
+        assert sorted(names_of_units(model)) == sorted(["Attends", *wanted])
         assert wanted or policy == "size 400"
 
-    def test_what_is_ignored_does_not_count(self) -> None:
+    @on_ranks(1)
+    def test_what_is_ignored_does_not_count(self, rank: int) -> None:
         def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
             asked.append((type(module).__name__, recurse, nonwrapped_numel))
             return recurse
 
         asked: list[tuple[str, bool, int]] = []
-
-        def fn(rank: int) -> None:
-            net = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1)))
-            fsdp.fully_shard(net, auto_wrap_policy=policy, ignored_modules={net[1][1]})
-
-        fsdp.simulate(1, fn)
+        net = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1)))
+        fsdp.fully_shard(net, auto_wrap_policy=policy, ignored_modules={net[1][1]})
         assert asked == [
             ("Sequential", True, 13),
             ("Linear", True, 9),
@@ -265,14 +254,15 @@ class TestPrecision:
             ),
         ],
     )
-    def test_policies_of_torch_are_converted_field_by_field(self, given: Any, wanted: fsdp.MixedPrecisionPolicy) -> None:
-        def fn(rank: int) -> None:
-            ref = unit_ref_of(fsdp.fully_shard(make_net(), mp_policy=given))
-            assert ref is not None and ref.unit.config.mp_policy == wanted
+    @on_ranks(1)
+    def test_policies_of_torch_are_converted_field_by_field(
+        self, rank: int, given: Any, wanted: fsdp.MixedPrecisionPolicy
+    ) -> None:
+        ref = unit_ref_of(fsdp.fully_shard(make_net(), mp_policy=given))
+        assert ref is not None and ref.unit.config.mp_policy == wanted
 
-        fsdp.simulate(1, fn)
-
-    def test_fsdp1_casts_the_inputs_of_the_root_only(self) -> None:
+    @on_ranks(1)
+    def test_fsdp1_casts_the_inputs_of_the_root_only(self, rank: int) -> None:
         class Recording(nn.Module):
             def __init__(self, inner: nn.Module | None) -> None:
                 super().__init__()
@@ -284,24 +274,20 @@ class TestPrecision:
                 return x if self.inner is None else self.inner(x.float())
 
         seen: list[torch.dtype] = []
-
-        def fn(rank: int) -> None:
-            for policy, wanted in (
-                (MixedPrecision(BF16), [BF16, FP32, FP32]),
-                (MixedPrecision(BF16, cast_root_forward_inputs=False), [FP32, FP32, FP32]),
-                (MixedPrecision(BF16, cast_forward_inputs=True), [BF16, BF16, BF16]),
-            ):
-                seen.clear()
-                model = Recording(Recording(Recording(None)))
-                fsdp.fully_shard(model.inner.inner, mp_policy=policy)
-                model(X)
-                assert seen[2] == wanted[0], "it is a root as long as nothing is wrapped around it"
-                seen.clear()
-                fsdp.fully_shard(model, auto_wrap_policy={Recording}, mp_policy=policy)
-                model(X)
-                assert seen == wanted
-
-        fsdp.simulate(1, fn)
+        for policy, wanted in (
+            (MixedPrecision(BF16), [BF16, FP32, FP32]),
+            (MixedPrecision(BF16, cast_root_forward_inputs=False), [FP32, FP32, FP32]),
+            (MixedPrecision(BF16, cast_forward_inputs=True), [BF16, BF16, BF16]),
+        ):
+            seen.clear()
+            model = Recording(Recording(Recording(None)))
+            fsdp.fully_shard(model.inner.inner, mp_policy=policy)
+            model(X)
+            assert seen[2] == wanted[0], "it is a root as long as nothing is wrapped around it"
+            seen.clear()
+            fsdp.fully_shard(model, auto_wrap_policy={Recording}, mp_policy=policy)
+            model(X)
+            assert seen == wanted
 
     @on_ranks(1)
     def test_a_buffer_dtype_that_changes_nothing_is_accepted(self, rank: int) -> None:

@@ -130,15 +130,12 @@ def test_a_class_of_parameters_without_operators_of_its_own_is_sharded(rank: int
 
 
 @WORLDS
-def test_two_parameters_over_one_memory_are_named(size: int, bad: tuple[int, ...]) -> None:
-    def fn(rank: int) -> None:
-        model = two_layers()
-        if rank in bad:
-            model[1].weight = nn.Parameter(model[0].weight.data)
-        fsdp.fully_shard(model)
-
-    text = "parameters '0.weight' and '1.weight' are two objects over the same memory, so that one changes with the other; tie"
-    refused_everywhere(size, fn, text)
+@on_ranks("size", "'0.weight' and '1.weight' are two objects over the same memory, so that one changes with the other; tie")
+def test_two_parameters_over_one_memory_are_named(rank: int, size: int, bad: tuple[int, ...]) -> None:
+    model = two_layers()
+    if rank in bad:
+        model[1].weight = nn.Parameter(model[0].weight.data)
+    fsdp.fully_shard(model)
 
 
 @on_ranks(2)
@@ -149,28 +146,24 @@ def test_frozen_parameters_may_share_memory(rank: int) -> None:
     assert_trains(model)
 
 
-def test_a_meta_parameter_that_something_refers_to_is_named() -> None:
-    def fn(rank: int) -> None:
-        with torch.device("meta"):
-            model = two_layers()
-        watched = weakref.ref(model[1].weight)
-        fsdp.fully_shard(model)
-        assert watched() is not None
-
-    text = "parameter '1.weight' is on the meta device and in use by an autograd graph or a weak reference"
-    refused_everywhere(2, fn, text)
+@on_ranks(2, "parameter '1.weight' is on the meta device and in use by an autograd graph or a weak reference")
+def test_a_meta_parameter_that_something_refers_to_is_named(rank: int) -> None:
+    with torch.device("meta"):
+        model = two_layers()
+    watched = weakref.ref(model[1].weight)
+    fsdp.fully_shard(model)
+    assert watched() is not None
 
 
 @WORLDS
-def test_a_scripted_module_is_named(size: int, bad: tuple[int, ...]) -> None:
-    def fn(rank: int) -> None:
-        model = two_layers()
-        if rank in bad:
-            model[1] = torch.jit.script(model[1])  # type: ignore[no-untyped-call]
-        fsdp.fully_shard(model)
-
-    text = "unit 'Sequential' contains a scripted Linear, whose parameters TorchScript keeps; wrap the module that was scripted"
-    refused_everywhere(size, fn, text)
+@on_ranks(
+    "size", "unit 'Sequential' contains a scripted Linear, whose parameters TorchScript keeps; wrap the module that was scripted"
+)
+def test_a_scripted_module_is_named(rank: int, size: int, bad: tuple[int, ...]) -> None:
+    model = two_layers()
+    if rank in bad:
+        model[1] = torch.jit.script(model[1])  # type: ignore[no-untyped-call]
+    fsdp.fully_shard(model)
 
 
 @on_ranks(2)
@@ -192,8 +185,7 @@ def test_a_buffer_that_cannot_be_broadcast_is_named(buffer: Callable[[], Tensor]
     def fn(rank: int) -> None:
         model = two_layers()
         model[1].register_buffer("mask", buffer())
-        options: dict[str, Any] = {option: True}
-        fsdp.fully_shard(model, **options)
+        fsdp.fully_shard(model, **{option: True})
 
     refused_everywhere(2, fn, f"{text}, so it cannot be broadcast; make it a plain dense tensor, or leave out sync_module_states")
 

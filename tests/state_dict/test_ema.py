@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fsdp
 from tests.support.models import CASES, OPTIONS, Block, Case, Operations, make_net, step
 from tests.support.ranks import on_ranks
+from tests.support.states import assert_near
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -20,12 +21,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def full(model: nn.Module) -> dict[str, Any]:
     return fsdp.full_state_dict(model, rank0_only=False)
-
-
-def close(state: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert list(state) == list(expected)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 def plain_average(case: Case, steps: int, decay: float) -> tuple[nn.Module, AveragedModel]:
@@ -49,9 +44,9 @@ def check_average(case: Case, options: dict[str, Any]) -> None:
             model(case.batch(0, 7))
     batch = case.batch(0, 9)
     with ema.averaged_weights(), torch.no_grad():
-        close(full(model), average.module.state_dict())
+        assert_near(full(model), average.module.state_dict())
         torch.testing.assert_close(model(batch), average(batch), rtol=1e-4, atol=1e-5)
-    close(full(model), plain.state_dict())
+    assert_near(full(model), plain.state_dict())
     torch.testing.assert_close(model(batch), plain(batch), rtol=1e-4, atol=1e-5)
 
 
@@ -133,7 +128,7 @@ def test_it_is_saved_with_its_model_and_loaded_on_other_ranks(tmp_path: Path) ->
         again.load_state_dict(ema.state_dict())
         assert again.updates == 2
         with again.averaged_weights():
-            close(full(model), average.module.state_dict())
+            assert_near(full(model), average.module.state_dict())
         fsdp.save(tmp_path / "own", model, ema=ema)
 
     def load(rank: int) -> None:
@@ -142,7 +137,7 @@ def test_it_is_saved_with_its_model_and_loaded_on_other_ranks(tmp_path: Path) ->
         fsdp.load(tmp_path / "own", model, ema=ema)
         assert ema.updates == 2
         with ema.averaged_weights():
-            close(full(model), average.module.state_dict())
+            assert_near(full(model), average.module.state_dict())
 
     fsdp.simulate(2, save)
     fsdp.simulate(3, load)
@@ -163,7 +158,7 @@ def test_torchs_distributed_checkpoint_saves_and_loads_it(rank: int, tmp_path: P
     with ema.averaged_weights():
         expected = full(model)
     with other.averaged_weights():
-        close(full(model), expected)
+        assert_near(full(model), expected)
 
 
 @on_ranks(2)
@@ -182,7 +177,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_loaded(rank: int) -> None:
         with pytest.raises(fsdp.ShardingError, match=text):
             ema.load_state_dict(state)
     with ema.averaged_weights():
-        close(full(model), before)
+        assert_near(full(model), before)
 
 
 @on_ranks(2)

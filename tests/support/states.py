@@ -1,15 +1,17 @@
-"""Full states that tests compare and load."""
+"""Full states that tests compare and load, and what tests are repeated with."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.support.models import (
-    CASES,
-    Case,
-)
+import fsdp
+from tests.support.models import CASES, Case
 
 STATEFUL = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+Door = Callable[..., nn.Module]
+DOORS = pytest.mark.parametrize("door", [fsdp.fully_shard, fsdp.FullyShardedDataParallel], ids=["in place", "wrapper"])
 
 
 def assert_same_state(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -18,6 +20,17 @@ def assert_same_state(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> No
     for name, tensor in wanted.items():
         assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype), name
         assert torch.equal(found[name], tensor), name
+
+
+def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Names and order, and values after some steps."""
+    assert list(found) == list(wanted)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def assert_like_plain(model: nn.Module, plain: nn.Module) -> None:
+    assert_near(fsdp.full_state_dict(model, rank0_only=False), plain.state_dict())
 
 
 def shifted(case: Case) -> dict[str, Tensor]:
