@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from fsdp.comm.simulated import simulate
-from tests.support.models import CASES, Case, assert_close, join, local, loss_of, world_log, wrap
+from tests.support.models import CASES, Case, assert_close, join_all, local, loss_of, world_log, wrap
 from tests.support.ranks import on_ranks
 
 POWERS = [1.0, 2.0, 3.0, math.inf]
@@ -41,11 +40,9 @@ def test_norm_and_clipped_gradients_are_those_of_one_process(name: str, power: f
     results = fsdp.simulate(size, fn)
     assert all(torch.equal(found, results[0][0]) for found, _ in results)
     assert torch.allclose(results[0][0], norm.float(), rtol=1e-6)
-    assert_close(
-        {n: join([gradients[n] for _, gradients in results], p.shape) for n, p in plain.named_parameters()},
-        {n: p.grad for n, p in plain.named_parameters()},
-        within=2e-6,
-    )
+    parameters = dict(plain.named_parameters())
+    together = join_all([gradients for _, gradients in results], parameters)
+    assert_close(together, {n: p.grad for n, p in parameters.items()}, within=2e-6)
 
 
 @on_ranks(2)
@@ -63,13 +60,11 @@ def test_no_gradient_at_all_has_no_norm() -> None:
     assert [float(norm) for norm in fsdp.simulate(2, lambda rank: fsdp.clip_grad_norm_(wrap(CASES["net"]), 1.0))] == [0.0, 0.0]
 
 
-def test_ranks_that_hold_no_part_take_part() -> None:
-    def fn(rank: int) -> float:
-        model = fsdp.fully_shard(nn.Linear(1, 1, bias=False))
-        model(torch.full((1, 1), 3.0)).sum().backward()
-        return float(fsdp.clip_grad_norm_(model, 1.0))
-
-    assert fsdp.simulate(4, fn) == pytest.approx([3.0] * 4)
+@on_ranks(4)
+def test_ranks_that_hold_no_part_take_part(rank: int) -> None:
+    model = fsdp.fully_shard(nn.Linear(1, 1, bias=False))
+    model(torch.full((1, 1), 3.0)).sum().backward()
+    assert float(fsdp.clip_grad_norm_(model, 1.0)) == pytest.approx(3.0)
 
 
 @on_ranks(2)
@@ -102,18 +97,15 @@ def test_a_scaler_steps_an_optimizer_of_which_this_rank_holds_nothing(rank: int)
     assert scaler.get_scale() == 2.0
 
 
-def test_clipping_inside_a_summon_is_refused_and_loses_nothing() -> None:
-    def one_rank(rank: int) -> Tensor:
-        model = fsdp.fully_shard(nn.Linear(1, 8, bias=False))
-        with fsdp.no_sync(model):
-            model(torch.full((1, 1), 1.0 + rank)).sum().backward()
-        with fsdp.summon_full_params(model, writeback=False), pytest.raises(fsdp.ShardingError, match="outside any forward"):
-            fsdp.clip_grad_norm_(model, 1.0)
+@on_ranks(2)
+def test_clipping_inside_a_summon_is_refused_and_loses_nothing(rank: int) -> None:
+    model = fsdp.fully_shard(nn.Linear(1, 8, bias=False))
+    with fsdp.no_sync(model):
         model(torch.full((1, 1), 1.0 + rank)).sum().backward()
-        assert model.weight.grad is not None
-        return local(model.weight.grad).flatten()
-
-    assert torch.cat(simulate(2, one_rank)).tolist() == [3.0] * 8
+    with fsdp.summon_full_params(model, writeback=False), pytest.raises(fsdp.ShardingError, match="outside any forward"):
+        fsdp.clip_grad_norm_(model, 1.0)
+    model(torch.full((1, 1), 1.0 + rank)).sum().backward()
+    assert local(model.weight.grad).flatten().tolist() == [3.0] * 4
 
 
 @on_ranks(2)

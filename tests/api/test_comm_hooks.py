@@ -12,7 +12,7 @@ import fsdp
 from fsdp.comm.simulated import current_rank
 from fsdp.device.storage import MemoryTracker, ResizableStorage
 from fsdp.reduction.comm_hook import GradBucket
-from tests.support.models import Block, assert_close, gradients_of, is_at_rest, join, loss_of, make_net, promised
+from tests.support.models import Block, assert_close, gradients_of, is_at_rest, join_all, loss_of, make_net, promised
 from tests.support.ranks import on_ranks
 
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -54,9 +54,8 @@ def test_a_hook_that_averages_gives_what_the_engine_gives(size: int, options: di
             found.append(gradients_of(model))
         return found
 
-    shapes = {name: p.shape for name, p in make_net().named_parameters()}
-    by_rank = fsdp.simulate(size, one_rank)
-    plain, hooked = ({name: join([one[way][name] for one in by_rank], shape) for name, shape in shapes.items()} for way in (0, 1))
+    parameters = dict(make_net().named_parameters())
+    plain, hooked = (join_all(way, parameters) for way in zip(*fsdp.simulate(size, one_rank), strict=True))
     assert_close(hooked, plain)
 
 

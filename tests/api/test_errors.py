@@ -15,6 +15,7 @@ import fsdp
 from fsdp.comm.simulated import SimulatedCommunicator
 from tests.support.models import Block, Odd, is_at_rest, local, loss_of, make_net, weights_of
 from tests.support.ranks import on_ranks, refused_everywhere
+from tests.support.states import refused_unchanged
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 
@@ -57,15 +58,7 @@ class TestWrapping:
         ids=lambda value: str(value)[:40],
     )
     def test_an_option_that_cannot_be_right_is_refused(self, options: dict[str, Any], text: str) -> None:
-        def fn(rank: int) -> None:
-            net = make_net()
-            before = weights_of(net)
-            try:
-                fsdp.fully_shard(net, **options)
-            finally:
-                assert all(torch.equal(before[name], p) for name, p in net.named_parameters())
-
-        refused_everywhere(2, fn, text)
+        refused_unchanged(options, text)
 
     def test_a_precision_must_be_floating_point(self) -> None:
         with pytest.raises(fsdp.ShardingError, match=r"mp_policy.param_dtype must be a floating-point torch.dtype"):
@@ -97,27 +90,23 @@ class TestWrapping:
         text = "the module is a FullyShardedDataParallel already; wrap a module once"
         refused_everywhere(2, twice(fsdp.FullyShardedDataParallel), text)
 
-    def test_a_module_on_the_meta_device_that_cannot_initialise_itself(self) -> None:
-        def fn(rank: int) -> None:
-            with torch.device("meta"):
-                net = nn.Sequential(nn.Linear(2, 2), Odd())
-            fsdp.fully_shard(net)
-
-        refused_everywhere(2, fn, "Odd.gain in unit 'Sequential' is on the meta device, and the module has no reset_parameters()")
+    @on_ranks(2, "Odd.gain in unit 'Sequential' is on the meta device, and the module has no reset_parameters()")
+    def test_a_module_on_the_meta_device_that_cannot_initialise_itself(self, rank: int) -> None:
+        with torch.device("meta"):
+            net = nn.Sequential(nn.Linear(2, 2), Odd())
+        fsdp.fully_shard(net)
 
     def test_a_device_the_group_cannot_reach_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(SimulatedCommunicator, "supports_device", lambda self, device: False)
         text = "parameter 'enter.weight' is on cpu, where this process group cannot communicate"
         refused_everywhere(2, lambda rank: fsdp.fully_shard(make_net()), text)
 
-    def test_a_parameter_added_to_a_finished_unit_is_refused(self) -> None:
-        def fn(rank: int) -> None:
-            net = make_net()
-            fsdp.fully_shard(net.blocks[0])
-            net.blocks[0].extra = nn.Parameter(torch.ones(3))
-            fsdp.fully_shard(net)
-
-        refused_everywhere(1, fn, "parameter 'blocks.0.extra' is new in unit 'Block', which was wrapped before")
+    @on_ranks(1, "parameter 'blocks.0.extra' is new in unit 'Block', which was wrapped before")
+    def test_a_parameter_added_to_a_finished_unit_is_refused(self, rank: int) -> None:
+        net = make_net()
+        fsdp.fully_shard(net.blocks[0])
+        net.blocks[0].extra = nn.Parameter(torch.ones(3))
+        fsdp.fully_shard(net)
 
     def test_several_ranks_need_numpy(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "numpy", None)
@@ -142,19 +131,17 @@ class TestWrapping:
             dist.destroy_process_group()
 
 
-def test_a_unit_that_returns_its_own_parameter_is_refused() -> None:
+@on_ranks(2, "unit '0' returns one of its own parameters (or a view of one)")
+def test_a_unit_that_returns_its_own_parameter_is_refused(rank: int) -> None:
     class Leaky(nn.Linear):
         def forward(self, x: Tensor) -> Any:
             return {"out": super().forward(x), "weight": self.weight.t()}
 
-    def fn(rank: int) -> None:
-        model = fsdp.fully_shard(nn.Sequential(Leaky(6, 6)), auto_wrap_policy={Leaky})
-        try:
-            model(X)
-        finally:
-            assert is_at_rest(model)
-
-    refused_everywhere(2, fn, "unit '0' returns one of its own parameters (or a view of one)")
+    model = fsdp.fully_shard(nn.Sequential(Leaky(6, 6)), auto_wrap_policy={Leaky})
+    try:
+        model(X)
+    finally:
+        assert is_at_rest(model)
 
 
 @pytest.mark.parametrize("caller", [fsdp.no_sync, fsdp.summon_full_params], ids=["no_sync", "summon_full_params"])

@@ -120,26 +120,19 @@ def test_they_accumulate_under_no_sync_and_leave_frozen_parameters_out(strategy:
         assert_close(found, expected)
 
 
-def test_a_value_has_the_dtype_of_the_shard() -> None:
-    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-
-    def fn(rank: int) -> dict[str, Tensor]:
-        model = sharded(mp_policy=policy)
-        with fsdp.full_parameters(model):
-            assert all((p * 1).dtype is torch.float32 and p.dtype is torch.float32 for p in model.parameters())
-            term = penalty(model)
-            assert (term.detach() - wanted).abs() < 1e-6
-            term.backward()
-        return {name: fsdp.full_tensor(p.grad) for name, p in model.module.named_parameters()}
-
-    plain_model = net()
-    term = penalty(plain_model)
-    wanted = term.detach()
-    term.backward()
-    for found in fsdp.simulate(2, fn):
-        for name, p in plain_model.named_parameters():
-            # the gradient has passed through bf16, as each gradient of the unit does
-            torch.testing.assert_close(found[name], p.grad, rtol=1e-2, atol=1e-2)
+@on_ranks(2)
+def test_a_value_has_the_dtype_of_the_shard(rank: int) -> None:
+    alone, model = net(), sharded(mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    wanted = penalty(alone)
+    wanted.backward()
+    with fsdp.full_parameters(model):
+        assert all((p * 1).dtype is torch.float32 and p.dtype is torch.float32 for p in model.parameters())
+        term = penalty(model)
+        assert (term - wanted).detach().abs() < 1e-6
+        term.backward()
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        # the gradient has passed through bf16, as each gradient of the unit does
+        torch.testing.assert_close(fsdp.full_tensor(mine.grad), theirs.grad, rtol=1e-2, atol=1e-2)
 
 
 @on_ranks(2)
@@ -273,7 +266,8 @@ def test_parameters_of_other_models_stay_shards(rank: int) -> None:
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Rprop], ids=["plain parts", "shards"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_a_loop_of_steps_may_be_inside(strategy: str, optimizer: Any) -> None:
+@on_ranks(2)
+def test_a_loop_of_steps_may_be_inside(rank: int, strategy: str, optimizer: Any) -> None:
     """The step, zero_grad and clipping work on shards there, to the bit as outside."""
 
     def loop(model: Any, around: Callable[[], AbstractContextManager[None]]) -> None:
@@ -287,15 +281,12 @@ def test_a_loop_of_steps_may_be_inside(strategy: str, optimizer: Any) -> None:
             made.step()
             made.zero_grad()
 
-    def fn(rank: int) -> Any:
-        one, other = sharded(strategy), sharded(strategy)
-        loop(one, lambda: fsdp.full_parameters(one))
-        with fsdp.full_parameters(other):
-            loop(other, nullcontext)
-        for p, q in zip(one.parameters(), other.parameters(), strict=True):
-            assert torch.equal(local(p), local(q))
-
-    fsdp.simulate(2, fn)
+    one, other = sharded(strategy), sharded(strategy)
+    loop(one, lambda: fsdp.full_parameters(one))
+    with fsdp.full_parameters(other):
+        loop(other, nullcontext)
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(local(p), local(q))
 
 
 @on_ranks(2)

@@ -1,6 +1,7 @@
 """Gradients of shards by `torch.autograd.grad` and `backward(inputs=...)`: those of the plain model, or a refusal."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -48,42 +49,35 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 @SIZES
 @STRATEGIES
 @pytest.mark.parametrize("allow_unused", [False, True])
-def test_autograd_grad_gives_the_reduced_parts_and_leaves_grad_alone(size: int, strategy: str, allow_unused: bool) -> None:
-    def fn(rank: int) -> dict[str, Tensor]:
-        model = shard(strategy)
-        loss_of(model(batch(0))).backward()
-        before = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
-        parameters = dict(model.named_parameters())
-        for _ in range(2):
-            gradients = torch.autograd.grad(loss_of(model(batch(rank))), list(parameters.values()), allow_unused=allow_unused)
-        for parameter, object_before, value in before:
-            assert parameter.grad is object_before
-            assert value is None or torch.equal(object_before, value)
-        assert all(g is not None and g.shape == p.shape for g, p in zip(gradients, parameters.values(), strict=True))
-        return full_values(model, dict(zip(parameters, gradients, strict=True)))
-
-    expected = plain_gradients(size)
-    for found in fsdp.simulate(size, fn):
-        assert_same(found, expected)
+@on_ranks("size")
+def test_autograd_grad_gives_the_reduced_parts_and_leaves_grad_alone(
+    rank: int, size: int, strategy: str, allow_unused: bool
+) -> None:
+    model = shard(strategy)
+    loss_of(model(batch(0))).backward()
+    before = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+    parameters = dict(model.named_parameters())
+    for _ in range(2):
+        gradients = torch.autograd.grad(loss_of(model(batch(rank))), list(parameters.values()), allow_unused=allow_unused)
+    for parameter, object_before, value in before:
+        assert parameter.grad is object_before
+        assert value is None or torch.equal(object_before, value)
+    assert all(g is not None and g.shape == p.shape for g, p in zip(gradients, parameters.values(), strict=True))
+    assert_same(full_values(model, dict(zip(parameters, gradients, strict=True))), plain_gradients(size))
 
 
 @SIZES
 @STRATEGIES
-def test_backward_with_inputs_brings_the_gradients_of_these_alone(size: int, strategy: str) -> None:
+@on_ranks("size")
+def test_backward_with_inputs_brings_the_gradients_of_these_alone(rank: int, size: int, strategy: str) -> None:
     chosen = ["enter.weight", "blocks.1.up.weight", "blocks.1.up.bias", "leave.bias"]
-
-    def fn(rank: int) -> dict[str, Tensor]:
-        model = shard(strategy)
-        parameters = dict(model.named_parameters())
-        for _ in range(2):
-            model.zero_grad()
-            loss_of(model(batch(rank))).backward(inputs=[parameters[name] for name in chosen])
-        assert all(p.grad is None for name, p in parameters.items() if name not in chosen)
-        return full_values(model, {name: p.grad for name, p in parameters.items()})
-
-    expected = plain_gradients(size, chosen)
-    for found in fsdp.simulate(size, fn):
-        assert_same(found, expected)
+    model = shard(strategy)
+    parameters = dict(model.named_parameters())
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model(batch(rank))).backward(inputs=[parameters[name] for name in chosen])
+    assert all(p.grad is None for name, p in parameters.items() if name not in chosen)
+    assert_same(full_values(model, {name: p.grad for name, p in parameters.items()}), plain_gradients(size, chosen))
 
 
 @on_ranks(2)
@@ -248,10 +242,7 @@ def test_a_pipeline_schedule_that_splits_the_backward_is_refused_in_its_first_st
     x = batch(rank).requires_grad_()
     with pytest.raises(RuntimeError) as caught:  # torch's own, with ours as its cause
         output = model(x)
-        if no_sync:
-            with fsdp.no_sync(model):
-                stage_backward_input([output], [torch.ones_like(output)], [x], model.parameters())
-        else:
+        with fsdp.no_sync(model) if no_sync else nullcontext():
             stage_backward_input([output], [torch.ones_like(output)], [x], model.parameters())
     assert isinstance(caught.value.__cause__, fsdp.ShardingError)
     assert "would find no gradient of sharded weights: make the stage a fsdp.PipelineStage" in str(caught.value.__cause__)

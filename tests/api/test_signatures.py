@@ -163,17 +163,13 @@ def test_both_calls_that_wrap_have_the_same_options() -> None:
     assert [*calls[0]] == [*calls[1]] and len(calls[0]) > 10
 
 
-def test_every_option_is_passed_on() -> None:
+@on_ranks(1)
+def test_every_option_is_passed_on(rank: int) -> None:
     """A value that is refused shows that it has arrived."""
-
-    @on_ranks(1)
-    def is_refused(rank: int) -> None:
-        for name in inspect.signature(fsdp.fully_shard).parameters:
-            if name not in ("module", "sync_module_states", "process_group"):
-                with pytest.raises(fsdp.ShardingError, match=name):
-                    fsdp.FullyShardedDataParallel(make_net(), **{name: 3.5})
-
-    is_refused()
+    for name in inspect.signature(fsdp.fully_shard).parameters:
+        if name not in ("module", "sync_module_states", "process_group"):
+            with pytest.raises(fsdp.ShardingError, match=name):
+                fsdp.FullyShardedDataParallel(make_net(), **{name: 3.5})
 
 
 def test_the_options_of_the_scaler_are_torchs() -> None:

@@ -19,7 +19,7 @@ from tests.support.models import (
     assert_trained_alike,
     gradients_of,
     is_at_rest,
-    join,
+    join_all,
     joined,
     loss_of,
     own_batches,
@@ -164,9 +164,7 @@ def test_two_portions_and_uses_that_differ_by_rank(size: int, options: dict[str,
     for rank in range(size):
         for number in range(2):
             (plain(batch(rank, number), rank).square().mean() / size).backward()
-    found = fsdp.simulate(size, one_rank)
-    shapes = {name: p.shape for name, p in plain.named_parameters()}
-    assert_close({name: join([one[name] for one in found], shape) for name, shape in shapes.items()}, gradients_of(plain))
+    assert_close(join_all(fsdp.simulate(size, one_rank), dict(plain.named_parameters())), gradients_of(plain))
 
 
 @EVERY

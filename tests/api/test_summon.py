@@ -14,6 +14,7 @@ from tests.support.models import (
     assert_close,
     is_at_rest,
     join,
+    join_all,
     local,
     loss_of,
     make_net,
@@ -22,7 +23,7 @@ from tests.support.models import (
     wrap,
 )
 from tests.support.ranks import on_ranks
-from tests.support.states import STATEFUL, assert_same_state
+from tests.support.states import STATEFUL, assert_same_state, assert_state
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 
@@ -46,9 +47,8 @@ class TestSummon:
         with fsdp.summon_full_params(model, writeback=writeback), torch.no_grad():
             for p in model.parameters():
                 p.add_(1)
-        state = fsdp.full_state_dict(model, rank0_only=False)
         plain = CASES["tied"].model().state_dict()
-        assert_same_state(state, {name: tensor + writeback for name, tensor in plain.items()})
+        assert_state(model, {name: tensor + writeback for name, tensor in plain.items()})
 
     @on_ranks(2)
     def test_an_exception_inside_discards_the_changes(self, rank: int) -> None:
@@ -57,8 +57,7 @@ class TestSummon:
             for p in model.parameters():
                 p.zero_()
             raise KeyError
-        state = fsdp.full_state_dict(model, rank0_only=False)
-        assert_same_state(state, dict(make_net().state_dict()))
+        assert_state(model, make_net().state_dict())
 
     def test_each_rank_keeps_its_own_part_of_what_it_wrote(self) -> None:
         def fn(rank: int) -> Tensor:
@@ -116,12 +115,9 @@ class TestSummon:
             loss.backward()
             return {name: p.grad for name, p in model.named_parameters()}
 
-        def fn(rank: int) -> dict[str, Any]:
-            return run(fsdp.fully_shard(make_net(), auto_wrap_policy={Block}, sharding_strategy=strategy), peek=True)
-
-        by_rank, plain = fsdp.simulate(2, fn), make_net()
-        found = {name: join([one[name] for one in by_rank], p.shape) for name, p in plain.named_parameters()}
-        assert_close(found, run(plain, peek=False))
+        by_rank = fsdp.simulate(2, lambda rank: run(wrap(CASES["net"], in_place=True, sharding_strategy=strategy), peek=True))
+        plain = make_net()
+        assert_close(join_all(by_rank, dict(plain.named_parameters())), run(plain, peek=False))
 
 
 @on_ranks(2)

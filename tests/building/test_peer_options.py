@@ -33,8 +33,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import fsdp
 from fsdp.building.peer_options import PEER_OPTIONS, remedies_for
 from fsdp.runtime.registry import unit_ref_of, units_in
-from tests.support.models import Block, Net, make_net, weights_of
+from tests.support.models import Block, Net, make_net
 from tests.support.ranks import on_ranks, refused_everywhere
+from tests.support.states import refused_unchanged
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 NAMES = {"BackwardPrefetch": BackwardPrefetch, "CPUOffload": CPUOffload, "OffloadPolicy": OffloadPolicy}
@@ -56,16 +57,7 @@ class TestOptions:
     @pytest.mark.parametrize("name", PEER_OPTIONS)
     def test_any_other_value_gets_the_remedy(self, name: str) -> None:
         text = f"unknown option {name!r}: {PEER_OPTIONS[name].remedy}. The options are module, process_group, mesh, auto_wrap"
-
-        def fn(rank: int) -> None:
-            net = make_net()
-            before = weights_of(net)
-            try:
-                fsdp.fully_shard(net, **{name: object()})
-            finally:
-                assert all(torch.equal(weights_of(net)[key], value) for key, value in before.items())
-
-        refused_everywhere(2, fn, text)
+        refused_unchanged({name: object()}, text)
 
     @pytest.mark.parametrize("wrap", [fsdp.fully_shard, fsdp.FullyShardedDataParallel])
     def test_all_unknown_options_are_in_one_text_with_the_nearest_names(self, wrap: Callable[..., nn.Module]) -> None:

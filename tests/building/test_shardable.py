@@ -130,7 +130,9 @@ def test_a_class_of_parameters_without_operators_of_its_own_is_sharded(rank: int
 
 
 @WORLDS
-@on_ranks("size", "'0.weight' and '1.weight' are two objects over the same memory, so that one changes with the other; tie")
+@on_ranks(
+    "size", "parameters '0.weight' and '1.weight' are two objects over the same memory, so that one changes with the other; tie"
+)
 def test_two_parameters_over_one_memory_are_named(rank: int, size: int, bad: tuple[int, ...]) -> None:
     model = two_layers()
     if rank in bad:
