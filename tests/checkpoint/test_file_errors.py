@@ -13,6 +13,7 @@ from torch import nn
 import fsdp
 from fsdp.commands.main import main as command
 from fsdp.file_errors import reason_of
+from tests.support import ranks
 from tests.support.faults import make_model, save, step_name
 
 ROOM = "No space left on device; make room, or give a path on another disk"
@@ -31,13 +32,7 @@ READS: dict[str, Callable[[nn.Module, Path], Any]] = {
 
 def refusals(use: Callable[[nn.Module, Path], Any], path: Path) -> list[str]:
     """The texts on two ranks. Each must be told."""
-
-    def fn(rank: int) -> str:
-        with pytest.raises(fsdp.ShardingError) as refusal:
-            use(make_model(), path)
-        return str(refusal.value).removeprefix("rank 0: ")
-
-    return fsdp.simulate(2, fn)
+    return [text.removeprefix("rank 0: ") for text in ranks.refusals(2, lambda rank: use(make_model(), path))]
 
 
 def refused(*_: Any, **__: Any) -> Any:

@@ -17,18 +17,18 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import fsdp
 from fsdp.checkpoint.dcp import StoredCheckpoint
 from tests.support.models import CASES, Block, Case, Net, loss_of, make_net, own_batches, train, weights_of, wrap
-from tests.support.optimizers import OPTIMIZERS, ROWS, RowStatistics, assert_same, in_groups, trained
+from tests.support.optimizers import OPTIMIZERS, ROWS, RowStatistics, assert_same, in_groups, trained, wrapped
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 FULL = StateDictOptions(full_state_dict=True)
 
 
-def save_trained(rank: int, case: Case, path: Path, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    model = wrap(case, **options)
-    optimizer = in_groups(model.parameters())
-    train(model, own_batches(case, rank, 2), lambda _: optimizer)
-    fsdp.save(path, model, optimizer, extra={"rank": rank})
+def save_trained(
+    rank: int, case: Case, path: Path, in_background: bool = False, **options: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    model, optimizer = trained(case, rank, in_groups, **options)
+    fsdp.save(path, model, optimizer, extra={"rank": rank}, async_=in_background)
     return fsdp.full_state_dict(model), fsdp.full_optim_state_dict(model, optimizer)
 
 
@@ -105,8 +105,8 @@ def test_resumption_is_exact_to_the_bit(rank: int, tmp_path: Path) -> None:
             scaler.update()
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        model = wrap(case)
-        return model, in_groups(model.parameters()), fsdp.ShardedGradScaler(model, init_scale=4.0, growth_interval=2)
+        model, optimizer = wrapped(case, in_groups)
+        return model, optimizer, fsdp.ShardedGradScaler(model, init_scale=4.0, growth_interval=2)
 
     torch.manual_seed(rank)
     model, optimizer, scaler = make()
@@ -129,8 +129,7 @@ def test_on_another_number_of_ranks_training_goes_on_within_rounding(tmp_path: P
     case = CASES["net"]
 
     def go_on(rank: int, size: int) -> dict[str, Tensor]:
-        model = wrap(case)
-        optimizer = in_groups(model.parameters())
+        model, optimizer = wrapped(case, in_groups)
         fsdp.load(tmp_path / "a", model, optimizer)
         batches = [[case.batch(0, step)] for step in range(2)]  # the same data on every rank
         train(model, batches, lambda _: optimizer)
@@ -231,8 +230,7 @@ def test_the_state_of_any_optimizer_goes_through_a_checkpoint(make: Any, tmp_pat
         return fsdp.full_optim_state_dict(model, optimizer)
 
     def load(rank: int) -> dict[str, Any]:
-        model = wrap(case)
-        optimizer = make(model.parameters())
+        model, optimizer = wrapped(case, make)
         fsdp.load(tmp_path / "a", model, optimizer)
         assert all(p.shape.numel() or p not in optimizer.state for p in model.parameters()), "state was invented"
         return fsdp.full_optim_state_dict(model, optimizer)
@@ -252,8 +250,7 @@ def test_statistics_over_one_ranks_rows_come_back_on_as_many_ranks_only(tmp_path
         for parameter in model.parameters():
             optimizer.state[parameter]["col_var"] = fsdp.to_local(parameter).detach().mean(dim=0, keepdim=True)
         fsdp.save(tmp_path / "a", model, optimizer)
-        other = wrap(ROWS)
-        again = ColumnStatistics(other.parameters())
+        other, again = wrapped(ROWS, ColumnStatistics)
         fsdp.load(tmp_path / "a", other, again)
         for one, two in zip(model.parameters(), other.parameters(), strict=True):
             assert_same(again.state[two], optimizer.state[one])
@@ -311,13 +308,7 @@ def test_every_rank_writes_its_own_parts_and_nothing_twice(tmp_path: Path) -> No
 def test_files_are_limited_and_all_of_them_are_read(in_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdp.checkpoint.dcp.FILE_BYTES", 300)
     case = CASES["net"]
-
-    def save(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        model, optimizer = trained(case, rank, in_groups)
-        fsdp.save(tmp_path / "a", model, optimizer, extra={"rank": rank}, async_=in_background)
-        return fsdp.full_state_dict(model), fsdp.full_optim_state_dict(model, optimizer)
-
-    wanted = fsdp.simulate(2, save)[0]
+    wanted = fsdp.simulate(2, partial(save_trained, case=case, path=tmp_path / "a", in_background=in_background))[0]
     tensors: dict[str, int] = {}
     for index, info in StoredCheckpoint(tmp_path / "a").metadata.storage_data.items():
         stored = StoredCheckpoint(tmp_path / "a").tensor(index.fqn)
@@ -344,17 +335,11 @@ def test_ranks_that_hold_the_same_shards_save_them_once_and_load_them_all(saving
     case = CASES["tied"]
 
     def fn(rank: int) -> None:
-        model = wrap(case, sharding_strategy=saving, **WAYS[saving])
-        optimizer = in_groups(model.parameters())
-        train(model, own_batches(case, rank, 2), lambda _: optimizer)
-        fsdp.save(tmp_path / "a", model, optimizer, extra={"rank": rank})
-        wanted = fsdp.full_state_dict(model), fsdp.full_optim_state_dict(model, optimizer)
-        other = wrap(case, sharding_strategy=loading, **WAYS[loading])
-        again = in_groups(other.parameters())
+        wanted = save_trained(rank, case, tmp_path / "a", sharding_strategy=saving, **WAYS[saving])
+        other, again = wrapped(case, in_groups, sharding_strategy=loading, **WAYS[loading])
         assert fsdp.load(tmp_path / "a", other, again) == {"rank": rank}
         assert_same((fsdp.full_state_dict(other), fsdp.full_optim_state_dict(other, again)), wanted)
-        third = wrap(case, sharding_strategy=loading, **WAYS[loading])
-        mine = in_groups(third.parameters())
+        third, mine = wrapped(case, in_groups, sharding_strategy=loading, **WAYS[loading])
         fsdp.load_full_state_dict(third, wanted[0] if rank == 0 else None)
         fsdp.load_full_optim_state_dict(third, mine, wanted[1] if rank == 0 else None)
         assert_same((weights_of(third), fsdp.full_optim_state_dict(third, mine)), (weights_of(other), wanted[1]))

@@ -77,6 +77,13 @@ def trained(rank: int, steps: int = 2, **options: Any) -> tuple[nn.Module, torch
     return model, optimizer
 
 
+def save_trained(rank: int, path: Path, **options: Any) -> dict[str, Any]:
+    """Save what was trained, and return what this rank has of its own."""
+    model, optimizer = trained(rank, **options)
+    fsdp.save(path, model, optimizer)
+    return unsharded_of(model)
+
+
 def unsharded_of(model: nn.Module) -> dict[str, Any]:
     """What this rank has of its own: buffers, extra state, parameters of the ignored module."""
     own = {f"own.{name}": p.detach().clone() for name, p in model.own.named_parameters()}
@@ -127,12 +134,7 @@ def test_a_run_resumes_with_each_ranks_own_to_the_bit(
 
 @pytest.mark.parametrize("loading", [1, 3])
 def test_on_another_number_of_ranks_everybody_gets_rank_0s(loading: int, tmp_path: Path) -> None:
-    def save(rank: int) -> dict[str, Any]:
-        model, optimizer = trained(rank)
-        fsdp.save(tmp_path / "a", model, optimizer)
-        return unsharded_of(model)
-
-    wanted = fsdp.simulate(2, save)[0]
+    wanted = fsdp.simulate(2, lambda rank: save_trained(rank, tmp_path / "a"))[0]
 
     def load(rank: int) -> None:
         model, optimizer = make()
@@ -186,12 +188,7 @@ def test_other_readers_find_rank_0s(tmp_path: Path) -> None:
 
 
 def test_a_conversion_keeps_every_version(tmp_path: Path) -> None:
-    def save(rank: int) -> dict[str, Any]:
-        model, _ = trained(rank)
-        fsdp.save(tmp_path / "a", model)
-        return unsharded_of(model)
-
-    by_rank = fsdp.simulate(2, save)
+    by_rank = fsdp.simulate(2, lambda rank: save_trained(rank, tmp_path / "a"))
     convert(tmp_path / "a", tmp_path / "a.pt", "torch", 10**9)
     found = torch.load(tmp_path / "a.pt", weights_only=True)
     assert torch.equal(found["model"]["codebook.codes"], by_rank[0]["codebook.codes"])
@@ -222,10 +219,7 @@ def test_an_older_checkpoint_without_own_versions_is_loaded(tmp_path: Path, monk
 
 
 def test_a_damaged_own_version_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
-    def save(rank: int) -> None:
-        fsdp.save(tmp_path / "a", trained(rank)[0])
-
-    fsdp.simulate(2, save)
+    fsdp.simulate(2, lambda rank: save_trained(rank, tmp_path / "a"))
     stored = StoredCheckpoint(tmp_path / "a")
     ((_, info),) = (item for item in stored.metadata.storage_data.items() if item[0].fqn == "own.1.model.codebook.codes")
     with open(tmp_path / "a" / info.relative_path, "r+b") as file:
@@ -249,17 +243,11 @@ def test_a_damaged_own_version_is_found_before_anything_is_loaded(tmp_path: Path
 
 @pytest.mark.parametrize(("size", "ignored"), [(1, True), (3, True), (2, False)], ids=["fewer", "more", "sharded now"])
 def test_a_parameter_that_each_rank_trained_for_itself_is_not_lost(size: int, ignored: bool, tmp_path: Path) -> None:
-    def save(rank: int) -> None:
-        model, optimizer = trained(rank, ignored=True)
-        fsdp.save(tmp_path / "a", model, optimizer)
-
-    fsdp.simulate(2, save)
+    fsdp.simulate(2, lambda rank: save_trained(rank, tmp_path / "a", ignored=True))
+    text = r"parameter 'own\.\w+' was not sharded, and each of the 2 ranks that saved it may have trained its own; load it on as"
 
     def load(rank: int) -> None:
         model, optimizer = make(ignored)
-        text = (
-            r"parameter 'own\.\w+' was not sharded, and each of the 2 ranks that saved it may have trained its own; load it on as"
-        )
         with pytest.raises(fsdp.ShardingError, match=text):
             fsdp.load(tmp_path / "a", model, optimizer)
         assert not optimizer.state

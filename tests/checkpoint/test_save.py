@@ -21,7 +21,7 @@ import fsdp
 from fsdp.checkpoint import background, dcp, save
 from tests.checkpoint.test_load import Noisy
 from tests.support.models import CASES, Block, Case, own_batches, train, weights_of, wrap
-from tests.support.optimizers import assert_same, in_groups, trained
+from tests.support.optimizers import assert_same, in_groups, trained, wrapped
 from tests.support.ranks import on_ranks
 
 NOISY = Case(Noisy, {Block})
@@ -72,8 +72,7 @@ def contents(path: Path, case: Case = CASES["net"]) -> tuple[Any, Any]:
     """What a world of one finds in a checkpoint."""
 
     def fn(rank: int) -> tuple[Any, Any]:
-        model = wrap(case)
-        optimizer = in_groups(model.parameters())
+        model, optimizer = wrapped(case, in_groups)
         fsdp.load(path, model, optimizer)
         return fsdp.full_state_dict(model), fsdp.full_optim_state_dict(model, optimizer)
 
@@ -186,9 +185,7 @@ def test_property_what_is_copied_is_all_that_is_saved(
         return background.finished(folder)
 
     def fn(rank: int) -> tuple[Any, Any]:
-        model = wrap(CASES[case], sharding_strategy=strategy)
-        optimizer = in_groups(model.parameters())
-        train(model, own_batches(CASES[case], rank, 1), lambda _: optimizer)
+        model, optimizer = trained(CASES[case], rank, in_groups, 1, sharding_strategy=strategy)
         wanted = fsdp.full_state_dict(model), fsdp.full_optim_state_dict(model, optimizer)
         fsdp.save(path, model, optimizer, async_=True)
         spoil(model, optimizer)
@@ -247,16 +244,14 @@ def test_resumption_draws_the_same_random_numbers(rank: int, tmp_path: Path) -> 
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(rank)
     numpy.random.standard_normal()  # it draws two and keeps one
-    model = wrap(NOISY)
-    optimizer = in_groups(model.parameters())
+    model, optimizer = wrapped(NOISY, in_groups)
     steps(model, optimizer, 0, 2)
     fsdp.save(tmp_path / "2", model, optimizer)
     wanted = steps(model, optimizer, 2, 4)
 
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(100 + rank)
-    model = wrap(NOISY)
-    optimizer = in_groups(model.parameters())
+    model, optimizer = wrapped(NOISY, in_groups)
     assert fsdp.load(tmp_path / "2", model, optimizer) == {}
     assert_same(steps(model, optimizer, 2, 4), wanted)
 

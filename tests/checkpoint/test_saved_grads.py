@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp.checkpoint import dcp
 from tests.support.models import CASES, Case, loss_of, weights_of, wrap
-from tests.support.optimizers import assert_same, in_groups
+from tests.support.optimizers import assert_same, in_groups, wrapped
 from tests.support.ranks import on_ranks
 
 
@@ -57,13 +57,11 @@ def test_the_rest_of_the_step_is_exact_to_the_bit(rank: int, tmp_path: Path) -> 
         optimizer.step()
         return weights_of(model)
 
-    model = wrap(case)
-    optimizer = in_groups(model.parameters())
+    model, optimizer = wrapped(case, in_groups)
     micro(model, case, rank, 0)
     fsdp.save(tmp_path / "a", model, optimizer, accumulated=True)
     wanted = rest(model, optimizer)
-    model = wrap(case)
-    optimizer = in_groups(model.parameters())
+    model, optimizer = wrapped(case, in_groups)
     fsdp.load(tmp_path / "a", model, optimizer)
     assert_same(rest(model, optimizer), wanted)
 
@@ -94,19 +92,18 @@ def test_gradients_kept_under_no_sync_are_refused(rank: int, accumulated: bool, 
     fsdp.save(tmp_path / str(rank // 2), model, accumulated=accumulated)
 
 
-@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}], ids=["one row", "a mesh"])
-def test_gradients_that_only_some_ranks_have_are_named(options: dict[str, Any], tmp_path: Path) -> None:
-    size = 4 if options else 2
+HYBRID = {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}
 
-    def fn(rank: int) -> None:
-        model = wrap(CASES["net"], **options)
-        micro(model, CASES["net"], rank, 0)
-        if rank == size - 1:
-            model.zero_grad()
-        with pytest.raises(fsdp.ShardingError, match=rf"ranks \[{size - 1}\] have no gradient of '.*', ranks \[.*\] have; zero"):
-            fsdp.save(tmp_path / "a", model, accumulated=True)
 
-    fsdp.simulate(size, fn)
+@pytest.mark.parametrize(("size", "options"), [(2, {}), (4, HYBRID)], ids=["one row", "a mesh"])
+@on_ranks("size")
+def test_gradients_that_only_some_ranks_have_are_named(rank: int, size: int, options: dict[str, Any], tmp_path: Path) -> None:
+    model = wrap(CASES["net"], **options)
+    micro(model, CASES["net"], rank, 0)
+    if rank == size - 1:
+        model.zero_grad()
+    with pytest.raises(fsdp.ShardingError, match=rf"ranks \[{size - 1}\] have no gradient of '.*', ranks \[.*\] have; zero"):
+        fsdp.save(tmp_path / "a", model, accumulated=True)
 
 
 @on_ranks(2)

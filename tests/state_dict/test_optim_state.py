@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import fsdp
 from tests.support.models import CASES, Block, Case, assert_close, join, loss_of, make_net, own_batches, reference, train, wrap
-from tests.support.optimizers import OPTIMIZERS, ROWS, Make, RowStatistics, assert_same, in_groups, trained
+from tests.support.optimizers import OPTIMIZERS, ROWS, Make, RowStatistics, assert_same, in_groups, trained, wrapped
 from tests.support.ranks import on_ranks
 from tests.support.states import STATEFUL
 
@@ -29,8 +29,7 @@ def test_state_goes_from_one_world_into_another(case_name: str, optimizer_name: 
     assert saved["state"]
 
     def load(rank: int) -> dict[str, Any]:
-        model = wrap(case)
-        optimizer = make(model.parameters())
+        model, optimizer = wrapped(case, make)
         fsdp.load_full_optim_state_dict(model, optimizer, saved)
         for p in model.parameters():
             assert p.numel() or p not in optimizer.state, "state was invented for a part without elements"
@@ -97,13 +96,11 @@ def test_plain_torch_goes_on_with_it_and_returns_it(make: Make) -> None:
 def test_a_sharded_run_resumed_from_full_state_equals_the_one_that_went_on(rank: int) -> None:
     case = CASES["net"]
     batches = own_batches(case, rank, 6)
-    straight = wrap(case)
-    one = in_groups(straight.parameters())
+    straight, one = wrapped(case, in_groups)
     train(straight, batches[:3], lambda _: one)
     weights, state = fsdp.full_state_dict(straight), fsdp.full_optim_state_dict(straight, one)
     wanted = train(straight, batches[3:], lambda _: one)
-    resumed = wrap(case)
-    other = in_groups(resumed.parameters())
+    resumed, other = wrapped(case, in_groups)
     fsdp.load_full_state_dict(resumed, weights if rank == 0 else None)
     fsdp.load_full_optim_state_dict(resumed, other, state if rank == 0 else None)
     found = train(resumed, batches[3:], lambda _: other)
@@ -111,8 +108,7 @@ def test_a_sharded_run_resumed_from_full_state_equals_the_one_that_went_on(rank:
 
 
 def loaded(rank: int, make: Make, saved: dict[str, Any]) -> dict[str, Any]:
-    model = wrap(ROWS)
-    optimizer = make(model.parameters())
+    model, optimizer = wrapped(ROWS, make)
     fsdp.load_full_optim_state_dict(model, optimizer, saved)
     return fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
 
@@ -140,8 +136,7 @@ def test_a_statistic_over_one_ranks_rows_is_refused_by_name() -> None:
             fsdp.full_optim_state_dict(model, optimizer)
 
     def load(rank: int) -> None:
-        model = wrap(ROWS)
-        optimizer = torch.optim.Adafactor(model.parameters())
+        model, optimizer = wrapped(ROWS, torch.optim.Adafactor)
         with pytest.raises(fsdp.ShardingError, match=f"{text}, which cannot be cut like the parameter"):
             fsdp.load_full_optim_state_dict(model, optimizer, one)
         assert not optimizer.state

@@ -20,7 +20,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 import fsdp
 from fsdp.checkpoint import atomic_folder, dcp, manifest
 from fsdp.comm.simulated import current_rank
-from tests.support.models import CASES, local, make_net, weights_of, wrap
+from tests.support.models import CASES, local, make_net, wrap
+from tests.support.ranks import refusals
+from tests.support.states import refused_whole
 
 FILE: Final = "__1_0.distcp"
 
@@ -72,17 +74,11 @@ def refusal_of_load(folder: Path, make: Callable[[], nn.Module] = make_model) ->
 
     def fn(rank: int) -> str:
         model = make()
-        before = weights_of(model)
-        try:
+        with refused_whole(model) as refusal:
             fsdp.load(folder, model)
-        except fsdp.ShardingError as refusal:
-            assert all(torch.equal(local(p), before[name]) for name, p in model.named_parameters()), "something was loaded"
-            return str(refusal)
-        raise AssertionError("it was loaded")
+        return str(refusal.value)
 
-    told = fsdp.simulate(2, fn)
-    assert len(told) == 2
-    return told[1]
+    return fsdp.simulate(2, fn)[1]
 
 
 def change(path: Path, edit: Callable[[bytearray], Any]) -> None:
@@ -249,15 +245,7 @@ SAVING: Final = {
 
 def refusal_of_save(folder: Path, step: int, in_background: bool = False) -> str:
     """What the second rank is told, at the call or when it waits."""
-
-    def fn(rank: int) -> str:
-        try:
-            fsdp.save(folder / step_name(step), make_model(), async_=in_background).wait()
-        except fsdp.ShardingError as refusal:
-            return str(refusal)
-        raise AssertionError("it was saved")
-
-    return fsdp.simulate(2, fn)[1]
+    return refusals(2, lambda rank: fsdp.save(folder / step_name(step), make_model(), async_=in_background).wait())[1]
 
 
 def plain(text: str, folder: Path) -> str:

@@ -66,9 +66,13 @@ def assert_same(found: Any, wanted: Any, where: str = "") -> None:
         assert found == wanted, where
 
 
-def trained(case: Case, rank: int, make: Make, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = wrap(case)
-    optimizer = make(model.parameters())
+def wrapped(case: Case, make: Make, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = wrap(case, **options)
+    return model, make(model.parameters())
+
+
+def trained(case: Case, rank: int, make: Make, steps: int = 2, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer = wrapped(case, make, **options)
     train(model, own_batches(case, rank, steps), lambda _: optimizer)
     return model, optimizer
 
