@@ -99,6 +99,9 @@ def test_the_doors_know_every_argument_of_fsdp2s_functions() -> None:
 # what a later version may have ------------------------------------------------------------
 
 
+LATER = enum.Enum("Later", "LATER").LATER  # type: ignore[attr-defined]
+
+
 def with_field(cls: type, *given: Any) -> type:
     """A policy as a later version may have it: with a field `later`."""
     return dataclasses.make_dataclass(cls.__name__, [("later", int, 0)], bases=(cls,), frozen=cls.__dataclass_params__.frozen)  # type: ignore[attr-defined]
@@ -135,14 +138,12 @@ def test_a_new_field_of_a_state_dict_config_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("argument", ["sharding_strategy", "backward_prefetch"])
 def test_a_new_member_of_an_enumeration_is_refused_by_name(argument: str) -> None:
-    member = enum.Enum("Later", "LATER").LATER  # type: ignore[attr-defined]
-    refuses(lambda: fsdp1.FullyShardedDataParallel(nn.Linear(2, 2), **{argument: member}), "Later.LATER")
+    refuses(lambda: fsdp1.FullyShardedDataParallel(nn.Linear(2, 2), **{argument: LATER}), "Later.LATER")
 
 
 def test_a_new_format_of_state_dicts_is_refused_by_name() -> None:
-    member = enum.Enum("Later", "LATER").LATER  # type: ignore[attr-defined]
     wrap = fsdp1.FullyShardedDataParallel
-    refuses(lambda: wrap.set_state_dict_type(wrap(nn.Linear(2, 2)), member), "Later.LATER")
+    refuses(lambda: wrap.set_state_dict_type(wrap(nn.Linear(2, 2)), LATER), "Later.LATER")
 
 
 def of_own_class() -> nn.Module:
@@ -196,18 +197,14 @@ def test_a_new_argument_of_a_static_method_is_refused_by_name(monkeypatch: pytes
 
 
 @each_door
-def test_a_new_method_is_refused_by_name(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_ranks(1)
+def test_a_new_method_is_refused_by_name(rank: int, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, _, wrap = DOORS[door]
     monkeypatch.setattr(theirs, "set_later", lambda self, value: None, raising=False)
-
-    def program() -> str:
-        model = wrap(of_own_class())
-        with pytest.raises((AttributeError, ShardingError)) as caught:
-            model.set_later(3)
-        return str(caught.value)
-
-    text = on_one_rank(program)
-    assert "set_later" in text and UNKNOWN in text
+    model = wrap(of_own_class())
+    with pytest.raises((AttributeError, ShardingError)) as caught:
+        model.set_later(3)
+    assert "set_later" in str(caught.value) and UNKNOWN in str(caught.value)
 
 
 @each_door
@@ -216,40 +213,31 @@ def test_a_new_property_or_field_that_is_set_is_refused_by_name(door: str, later
     theirs, _, wrap = DOORS[door]
     monkeypatch.setattr(theirs, "later", later, raising=False)
     refuses(lambda: setattr(wrap(of_own_class()), "later", 3), ".later")
-
-    def program() -> None:
-        with pytest.raises(AttributeError, match="later"):
-            _ = wrap(of_own_class()).later
-
-    on_one_rank(program)
+    with pytest.raises(AttributeError, match="later"):
+        on_one_rank(lambda: wrap(of_own_class()).later)
 
 
 @each_door
 @pytest.mark.parametrize("kind", [staticmethod, classmethod])
-def test_a_new_method_without_an_object_is_refused_by_name(door: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_ranks(1)
+def test_a_new_method_without_an_object_is_refused_by_name(
+    rank: int, door: str, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs, ours, wrap = DOORS[door]
     monkeypatch.setattr(theirs, "later", kind(lambda *args: None), raising=False)
-
-    def program() -> None:
-        with pytest.raises((AttributeError, ShardingError), match="later"):
-            wrap(of_own_class()).later(3)
-        with pytest.raises(AttributeError, match="later"):
-            ours.later(3)
-
-    on_one_rank(program)
+    with pytest.raises((AttributeError, ShardingError), match="later"):
+        wrap(of_own_class()).later(3)
+    with pytest.raises(AttributeError, match="later"):
+        ours.later(3)
 
 
-def test_a_new_kind_of_keys_is_refused_by_name() -> None:
-    member = enum.Enum("Later", "LATER").LATER  # type: ignore[attr-defined]
-
-    def program() -> None:
-        model = fsdp1.FullyShardedDataParallel(nn.Linear(2, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        state = fsdp1.FullyShardedDataParallel.full_optim_state_dict(model, optimizer)
-        with pytest.raises(ValueError, match=r"Later\.LATER"):
-            fsdp1.FullyShardedDataParallel.rekey_optim_state_dict(state, member, model, optim=optimizer)
-
-    on_one_rank(program)
+@on_ranks(1)
+def test_a_new_kind_of_keys_is_refused_by_name(rank: int) -> None:
+    model = fsdp1.FullyShardedDataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = fsdp1.FullyShardedDataParallel.full_optim_state_dict(model, optimizer)
+    with pytest.raises(ValueError, match=r"Later\.LATER"):
+        fsdp1.FullyShardedDataParallel.rekey_optim_state_dict(state, LATER, model, optim=optimizer)
 
 
 def test_what_a_later_fairscale_has_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,15 +320,13 @@ def test_a_function_chooses_the_dtype_of_each_parameter() -> None:
     fsdp.simulate(2, lambda rank: program(Policy()))
     assert seen == {(torch.bfloat16, torch.float32)}
 
-    def third(rank: int) -> None:
-        with pytest.raises(ShardingError, match=r"param_dtype_override_fn gives torch.float16 for '0.weight'"):
-            program(Policy(param_dtype_override_fn=lambda p: torch.float16))
+    third = Policy(param_dtype_override_fn=lambda p: torch.float16)
+    refused_everywhere(2, lambda rank: program(third), "param_dtype_override_fn gives torch.float16 for '0.weight'")
 
     def differs(rank: int) -> None:
         with pytest.raises(ShardingError, match=r"rank 0 has parameter '0.weight' .* which computes in it, but"):
             program(Policy(param_dtype_override_fn=lambda p: None if rank else torch.float32))
 
-    fsdp.simulate(2, third)
     fsdp.simulate(2, differs)
 
 

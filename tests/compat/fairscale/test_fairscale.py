@@ -86,21 +86,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+def steps_like(model: nn.Module, expected: nn.Module, rank: int, world_size: int = 2, kind: Any = torch.optim.Adam) -> None:
+    """Train one rank, and a plain model on the batches of all ranks, to the same state."""
+    train(model, [rank], kind(model.parameters(), lr=0.05), 1)
+    train(expected, range(world_size), kind(expected.parameters(), lr=0.05), 1 / world_size)
+    torch.testing.assert_close(dict(model.state_dict()), dict(expected.state_dict()))
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_it_trains_as_the_plain_model_does(config: dict[str, Any], world_size: int) -> None:
+@on_ranks("world_size")
+def test_it_trains_as_the_plain_model_does(rank: int, config: dict[str, Any], world_size: int) -> None:
     options = {name: config[name] for name in ("ties", "checkpoints") if name in config}
-    expected = plain(world_size, **options)[0].state_dict()
-
-    def one_rank(rank: int) -> dict[str, Tensor]:
-        model = wrapped(**config)
-        train(model, [rank], torch.optim.Adam(model.parameters(), lr=0.05), 1)
-        model.assert_state(TrainingState.IDLE)
-        return dict(model.state_dict())
-
-    for state in simulate(world_size, one_rank):
-        assert list(state) == list(expected)
-        torch.testing.assert_close(state, expected)
+    model, expected = wrapped(**config), Net(**options)
+    steps_like(model, expected, rank, world_size)
+    model.assert_state(TrainingState.IDLE)
+    assert list(model.state_dict()) == list(expected.state_dict())
 
 
 AROUND: dict[str, Any] = {
@@ -111,42 +112,29 @@ AROUND: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("inside", AROUND)
-def test_what_is_inside_may_be_an_instance_or_partly_frozen(inside: str) -> None:
-    freezes = "frozen" in inside
-
-    def one_rank(rank: int) -> dict[str, Tensor]:
-        model = AROUND[inside]()
-        model.get_submodule("first").requires_grad_(not freezes)
-        model = FullyShardedDataParallel(model, flatten_parameters=not freezes)
-        train(model, [rank], torch.optim.Adam(model.parameters(), lr=0.05), 1)
-        return dict(model.state_dict())
-
-    expected = Net()
-    expected.first.requires_grad_(not freezes)
-    train(expected, range(2), torch.optim.Adam(expected.parameters(), lr=0.05), 0.5)
-    for state in simulate(2, one_rank):
-        torch.testing.assert_close(state, dict(expected.state_dict()))
+@on_ranks(2)
+def test_what_is_inside_may_be_an_instance_or_partly_frozen(rank: int, inside: str) -> None:
+    freezes, model, expected = "frozen" in inside, AROUND[inside](), Net()
+    for one in (model, expected):
+        one.get_submodule("first").requires_grad_(not freezes)
+    steps_like(FullyShardedDataParallel(model, flatten_parameters=not freezes), expected, rank)
 
 
-def test_names_and_shapes_are_fairscales() -> None:
+@on_ranks(2)
+def test_names_and_shapes_are_fairscales(rank: int) -> None:
     """12 and 53 elements over 2 ranks; without flat parameters each one is cut by itself."""
-
-    def one_rank(rank: int) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-        flat, apart = wrapped(), wrapped(flatten_parameters=False)
-        inside = [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in (flat, apart)]
-        with flat.summon_full_params():
-            assert [name for name, _ in flat.named_parameters()] == [name for name, _ in Net().named_parameters()]
-        return inside[0], inside[1]
-
+    model = wrapped()
+    flat, apart = ({n: tuple(p.shape) for n, p in one.named_parameters()} for one in (model, wrapped(flatten_parameters=False)))
+    with model.summon_full_params():
+        assert [name for name, _ in model.named_parameters()] == [name for name, _ in Net().named_parameters()]
     block = "_fsdp_wrapped_module._fpw_module.blocks"
-    for flat, apart in simulate(2, one_rank):
-        assert flat == {
-            "_fsdp_wrapped_module.flat_param_0": (12,),
-            f"{block}.0._fsdp_wrapped_module.flat_param_0": (24,),
-            f"{block}.1._fsdp_wrapped_module.flat_param_0": (24,),
-        }
-        assert list(apart) == [name for name, _ in Net().named_parameters()]
-        assert apart["first.weight"] == (5,) and apart["first.bias"] == (2,)
+    assert flat == {
+        "_fsdp_wrapped_module.flat_param_0": (12,),
+        f"{block}.0._fsdp_wrapped_module.flat_param_0": (24,),
+        f"{block}.1._fsdp_wrapped_module.flat_param_0": (24,),
+    }
+    assert list(apart) == [name for name, _ in Net().named_parameters()]
+    assert apart["first.weight"] == (5,) and apart["first.bias"] == (2,)
 
 
 def test_the_state_of_each_rank_loads_again_and_is_put_together_offline() -> None:
@@ -210,7 +198,8 @@ def test_optimizer_state_is_gathered_by_plain_parameter_and_cut_again(ties: bool
     assert full["uncollected_local_ids"] == []
 
 
-def test_the_weight_of_another_instance_is_used_and_trained() -> None:
+@on_ranks(2)
+def test_the_weight_of_another_instance_is_used_and_trained(rank: int) -> None:
     class Shared(nn.Module):
         def __init__(self, wrap: Any = None) -> None:
             super().__init__()
@@ -224,17 +213,11 @@ def test_the_weight_of_another_instance_is_used_and_trained() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.two(torch.relu(self.one(x)))
 
-    def one_rank(rank: int) -> dict[str, Tensor]:
-        model = FullyShardedDataParallel(Shared(partial(FullyShardedDataParallel, flatten_parameters=False)))
-        assert model.module.two.module.weight.is_meta and model.module.two.module.weight.shape == (3, 3)
-        train(model, [rank], torch.optim.SGD(model.parameters(), lr=0.05), 1)
-        return dict(model.state_dict())
-
-    expected = Shared()
-    train(expected, range(2), torch.optim.SGD(expected.parameters(), lr=0.05), 0.5)
-    for state in simulate(2, one_rank):
-        assert torch.equal(state["one.weight"], state["two.weight"])
-        torch.testing.assert_close(state, dict(expected.state_dict()))
+    model = FullyShardedDataParallel(Shared(partial(FullyShardedDataParallel, flatten_parameters=False)))
+    assert model.module.two.module.weight.is_meta and model.module.two.module.weight.shape == (3, 3)
+    steps_like(model, Shared(), rank, kind=torch.optim.SGD)
+    state = model.state_dict()
+    assert torch.equal(state["one.weight"], state["two.weight"])
 
 
 class Alone:
@@ -288,9 +271,7 @@ def test_an_instance_is_pickled_and_trains_with_a_new_group(rank: int) -> None:
         again(batch(0, rank))
     for one in get_fsdp_instances(again):
         one.process_group = one.process_group_reduce_scatter = model.process_group
-    train(again, [rank], torch.optim.Adam(again.parameters(), lr=0.05), 1)
-    state = dict(again.state_dict())
-    torch.testing.assert_close(state, dict(plain(2)[0].state_dict()))
+    steps_like(again, Net(), rank)
 
 
 @on_ranks(2)
@@ -300,12 +281,11 @@ def test_an_instance_without_a_group_has_its_shard_and_trains_once_it_has_one(ra
     assert sum(p.numel() for p in model.parameters()) == 12 + 24 + 24
     for one in get_fsdp_instances(model):
         one.process_group = fairscale.get_process_group_cached()
-    train(model, [rank], torch.optim.Adam(model.parameters(), lr=0.05), 1)
-    state = dict(model.state_dict())
-    torch.testing.assert_close(state, dict(plain(2)[0].state_dict()))
+    steps_like(model, Net(), rank)
 
 
-def test_mixed_precision_casts_inputs_of_the_root_to_fp16_and_buffers() -> None:
+@on_ranks(2)
+def test_mixed_precision_casts_inputs_of_the_root_to_fp16_and_buffers(rank: int) -> None:
     seen: list[tuple[torch.dtype, torch.dtype, torch.dtype]] = []
 
     class Looks(nn.Linear):
@@ -313,34 +293,27 @@ def test_mixed_precision_casts_inputs_of_the_root_to_fp16_and_buffers() -> None:
             seen.append((x.dtype, self.weight.dtype, self.bias.dtype))
             return super().forward(x)
 
-    def one_rank(rank: int) -> torch.dtype:
-        model = FullyShardedDataParallel(nn.Sequential(Looks(3, 3)), mixed_precision=True, fp32_reduce_scatter=True)
-        model.module.module.register_buffer("stats", torch.ones(3))
-        model(torch.ones(2, 3)).float().sum().backward()
-        (parameter,) = model.parameters()
-        assert parameter.dtype == parameter.grad.dtype == torch.float32
-        assert model.stats.dtype is torch.float16
-        state = model.state_dict()
-        assert {value.dtype for value in state.values()} == {torch.float32}
-        return model.stats.dtype
-
-    assert simulate(2, one_rank) == [torch.float16] * 2
-    assert seen == [(torch.float16,) * 3] * 2
+    model = FullyShardedDataParallel(nn.Sequential(Looks(3, 3)), mixed_precision=True, fp32_reduce_scatter=True)
+    model.module.module.register_buffer("stats", torch.ones(3))
+    model(torch.ones(2, 3)).float().sum().backward()
+    (parameter,) = model.parameters()
+    assert parameter.dtype == parameter.grad.dtype == torch.float32
+    assert model.stats.dtype is torch.float16
+    state = model.state_dict()
+    assert {value.dtype for value in state.values()} == {torch.float32}
+    assert model.stats.dtype is torch.float16
+    assert seen == [(torch.float16,) * 3]
 
 
-def test_vectors_are_ordinary_tensors_of_this_rank() -> None:
-    def one_rank(rank: int) -> int:
-        model = FullyShardedDataParallel(Net())
-        model(batch(0, rank)).sum().backward()
-        vector = model.params[0]
-        assert isinstance(vector, fairscale.FlatParameter) and type(vector.grad) is Tensor
-        assert len(vector.detach().view(-1).tolist()) == vector.numel() == len(vector)
-        torch.testing.assert_close(vector.detach().norm(), torch.tensor(vector.tolist()).norm())
-        return vector.numel()
-
-    counts = simulate(2, one_rank)
-    numel = sum(p.numel() for p in Net().parameters())
-    assert counts == [-(-numel // 2)] * 2
+@on_ranks(2)
+def test_vectors_are_ordinary_tensors_of_this_rank(rank: int) -> None:
+    model = FullyShardedDataParallel(Net())
+    model(batch(0, rank)).sum().backward()
+    vector = model.params[0]
+    assert isinstance(vector, fairscale.FlatParameter) and type(vector.grad) is Tensor
+    assert len(vector.detach().view(-1).tolist()) == vector.numel() == len(vector)
+    torch.testing.assert_close(vector.detach().norm(), torch.tensor(vector.tolist()).norm())
+    assert vector.numel() == -(-sum(p.numel() for p in Net().parameters()) // 2)
 
 
 @on_ranks(2)
@@ -375,7 +348,8 @@ def test_outside_a_forward_a_flat_model_shows_shapes_without_memory(rank: int) -
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recompute_by_torchs_checkpoint_sees_the_parameters(reentrant: bool) -> None:
+@on_ranks(1)
+def test_a_recompute_by_torchs_checkpoint_sees_the_parameters(rank: int, reentrant: bool) -> None:
     class Recomputes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -385,10 +359,6 @@ def test_a_recompute_by_torchs_checkpoint_sees_the_parameters(reentrant: bool) -
         def forward(self, x: Tensor) -> Tensor:
             return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=reentrant)
 
-    def one_rank(rank: int, flat: bool) -> Tensor:
-        model = FullyShardedDataParallel(Recomputes(), flatten_parameters=flat)
-        return trained(model)
-
     def trained(model: nn.Module) -> Tensor:
         for _ in range(2):
             model(torch.ones(1, 3, requires_grad=True)).square().sum().backward()
@@ -396,16 +366,15 @@ def test_a_recompute_by_torchs_checkpoint_sees_the_parameters(reentrant: bool) -
 
     expected = trained(Recomputes())
     for flat in (True, False):
-        torch.testing.assert_close(simulate(1, partial(one_rank, flat=flat))[0], expected)
+        torch.testing.assert_close(trained(FullyShardedDataParallel(Recomputes(), flatten_parameters=flat)), expected)
 
 
-def test_an_lstm_trains() -> None:
-    def build() -> nn.LSTM:
+@on_ranks(2)
+def test_an_lstm_trains(rank: int) -> None:
+    def trained(**config: Any) -> dict[str, Tensor]:
         torch.manual_seed(0)
-        return nn.LSTM(3, 4, batch_first=True)
-
-    def one_rank(rank: int, **config: Any) -> dict[str, Tensor]:
-        model = FullyShardedDataParallel(build(), **config)
+        model: nn.Module = nn.LSTM(3, 4, batch_first=True)
+        model = FullyShardedDataParallel(model, **config) if config else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             optimizer.zero_grad()
@@ -413,15 +382,8 @@ def test_an_lstm_trains() -> None:
             optimizer.step()
         return dict(model.state_dict())
 
-    expected = build()
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        expected(torch.ones(1, 2, 3))[0].sum().backward()
-        optimizer.step()
-    for config in ({}, {"flatten_parameters": False}):
-        for name, value in simulate(2, partial(one_rank, **config))[1].items():
-            torch.testing.assert_close(value, expected.state_dict()[name])
+    for flat in (True, False):
+        torch.testing.assert_close(trained(flatten_parameters=flat), trained())
 
 
 @on_ranks(2)

@@ -124,65 +124,50 @@ def test_names_are_those_of_fsdp1_and_plain_inside_summon_full_params(rank: int)
     assert isinstance(model.module, Net)
 
 
-def test_rank0_only_shows_full_parameters_on_rank_0_alone() -> None:
-    def fn(rank: int) -> int:
-        model = wrapped()
-        with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
-            return sum(p.numel() for p in model.parameters())
-
-    numel = sum(p.numel() for p in Net().parameters())
-    on_0, on_1 = simulate(2, fn)
-    assert on_0 == numel and on_1 < numel
+@on_ranks(2)
+def test_rank0_only_shows_full_parameters_on_rank_0_alone(rank: int) -> None:
+    model, numel = wrapped(), sum(p.numel() for p in Net().parameters())
+    with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
+        shown = sum(p.numel() for p in model.parameters())
+    assert shown < numel if rank else shown == numel
 
 
-def test_with_grads_shows_full_gradients_and_keeps_changes_of_them() -> None:
-    def fn(rank: int) -> Tensor:
-        model = wrapped(use_orig_params=True)
-        model(batch(0, rank)).sum().backward()
+@on_ranks(2)
+def test_with_grads_shows_full_gradients_and_keeps_changes_of_them(rank: int) -> None:
+    model, alone = wrapped(use_orig_params=True), Net()
+    model(batch(0, rank)).sum().backward()
+    (sum(alone(batch(0, one)).sum() for one in range(2)) / 2).backward()
+    for factor in (1, 2):
         with FSDP.summon_full_params(model, with_grads=True):
-            found = model.first.weight.grad.clone()
+            torch.testing.assert_close(model.first.weight.grad, factor * alone.first.weight.grad)
             model.first.weight.grad.mul_(2)
-        with FSDP.summon_full_params(model, with_grads=True):
-            torch.testing.assert_close(model.first.weight.grad, 2 * found)
-        return found
-
-    model = Net()
-    (sum(model(batch(0, rank)).sum() for rank in range(2)) / 2).backward()
-    assert model.first.weight.grad is not None
-    for found in simulate(2, fn):
-        torch.testing.assert_close(found, model.first.weight.grad)
 
 
-def test_full_states_have_plain_names_and_load() -> None:
-    def fn(rank: int) -> tuple[list[str], list[str]]:
-        model, optimizer = trained()
-        state, optimizer_state = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
-        other = wrapped()
-        other_optimizer = torch.optim.Adam(other.parameters(), lr=0.5)
-        assert str(other.load_state_dict(state)) == "<All keys matched successfully>"
-        other_optimizer.load_state_dict(FSDP.optim_state_dict_to_load(other, other_optimizer, optimizer_state))
-        for before, after in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(before, after)
-            for key, value in optimizer.state[before].items():
-                assert torch.equal(value, other_optimizer.state[after][key])
-        assert other_optimizer.param_groups[0]["lr"] == 0.05
-        return list(state), list(optimizer_state["state"])
-
-    names, optimizer_names = simulate(2, fn)[0]
-    assert set(names) == set(Net().state_dict())
-    assert set(optimizer_names) == {name for name, _ in Net().named_parameters()}
+@on_ranks(2)
+def test_full_states_have_plain_names_and_load(rank: int) -> None:
+    model, optimizer = trained()
+    state, optimizer_state = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    other = wrapped()
+    other_optimizer = torch.optim.Adam(other.parameters(), lr=0.5)
+    assert str(other.load_state_dict(state)) == "<All keys matched successfully>"
+    other_optimizer.load_state_dict(FSDP.optim_state_dict_to_load(other, other_optimizer, optimizer_state))
+    for before, after in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(before, after)
+        for key, value in optimizer.state[before].items():
+            assert torch.equal(value, other_optimizer.state[after][key])
+    assert other_optimizer.param_groups[0]["lr"] == 0.05
+    assert set(state) == set(Net().state_dict())
+    assert set(optimizer_state["state"]) == {name for name, _ in Net().named_parameters()}
 
 
-def test_rank0_only_states_are_empty_on_other_ranks_and_scatter() -> None:
-    def fn(rank: int) -> tuple[int, int]:
-        model, optimizer = trained()
-        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(True, True)):
-            state = model.state_dict()
-        assert FSDP.get_state_dict_type(model).state_dict_config == FullStateDictConfig()
-        full = FSDP.full_optim_state_dict(model, optimizer)
-        return len(state), len(full)
-
-    assert simulate(2, fn) == [(len(Net().state_dict()), 2), (0, 0)]
+@on_ranks(2)
+def test_rank0_only_states_are_empty_on_other_ranks_and_scatter(rank: int) -> None:
+    model, optimizer = trained()
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(True, True)):
+        state = model.state_dict()
+    assert FSDP.get_state_dict_type(model).state_dict_config == FullStateDictConfig()
+    full = FSDP.full_optim_state_dict(model, optimizer)
+    assert (len(state), len(full)) == ((len(Net().state_dict()), 2) if rank == 0 else (0, 0))
 
 
 @on_ranks(2)
@@ -212,48 +197,36 @@ def test_no_sync_is_for_the_outermost_instance(rank: int) -> None:
             torch.testing.assert_close(double, 2 * p.grad)
 
 
-def test_clipping_counts_instances_over_other_ranks_and_ignored_parameters_once() -> None:
-    def fn(rank: int) -> Tensor:
-        net = Net()
-        net.blocks[0] = FSDP(net.blocks[0], sharding_strategy=ShardingStrategy.NO_SHARD)
-        model = FSDP(net, ignored_modules=[net.blocks[1]])
-        model(batch(0, 0)).sum().backward()
-        return model.clip_grad_norm_(0.5)
-
-    model = Net()
-    model(batch(0, 0)).sum().backward()
-    for norm in simulate(2, fn):
-        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).clone().clamp(min=norm))
+@on_ranks(2)
+def test_clipping_counts_instances_over_other_ranks_and_ignored_parameters_once(rank: int) -> None:
+    net, alone = Net(), Net()
+    net.blocks[0] = FSDP(net.blocks[0], sharding_strategy=ShardingStrategy.NO_SHARD)
+    model = FSDP(net, ignored_modules=[net.blocks[1]])
+    for one in (model, alone):
+        one(batch(0, 0)).sum().backward()
+    torch.testing.assert_close(model.clip_grad_norm_(0.5), torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5))
 
 
-def test_buffers_are_cast_in_the_forward_and_saved_as_they_were() -> None:
-    def fn(rank: int) -> tuple[torch.dtype, torch.dtype]:
-        model = wrapped(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.float64))
-        model(batch(0, rank)).float().sum().backward()
-        return model.scale.dtype, model.state_dict()["scale"].dtype
-
-    assert simulate(2, fn)[0] == (torch.float64, torch.float32)
+@on_ranks(2)
+def test_buffers_are_cast_in_the_forward_and_saved_as_they_were(rank: int) -> None:
+    model = wrapped(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.float64))
+    model(batch(0, rank)).float().sum().backward()
+    assert (model.scale.dtype, model.state_dict()["scale"].dtype) == (torch.float64, torch.float32)
 
 
-def test_a_policy_may_give_options_to_one_module() -> None:
-    def fn(rank: int) -> list[ShardingStrategy]:
-        policy = CustomPolicy(
-            lambda one: {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if isinstance(one, Block) else False
-        )
-        return [one.sharding_strategy for one in FSDP.fsdp_modules(wrapped(auto_wrap_policy=policy))]
-
-    assert simulate(2, fn)[0] == [ShardingStrategy.FULL_SHARD, *[ShardingStrategy.SHARD_GRAD_OP] * 2]
+@on_ranks(2)
+def test_a_policy_may_give_options_to_one_module(rank: int) -> None:
+    policy = CustomPolicy(lambda one: {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if isinstance(one, Block) else False)
+    found = [one.sharding_strategy for one in FSDP.fsdp_modules(wrapped(auto_wrap_policy=policy))]
+    assert found == [ShardingStrategy.FULL_SHARD, *[ShardingStrategy.SHARD_GRAD_OP] * 2]
 
 
-def test_wrap_makes_instances_inside_enable_wrap() -> None:
-    def fn(rank: int) -> list[type[nn.Module]]:
-        with enable_wrap(wrapper_cls=FSDP, sharding_strategy=ShardingStrategy.NO_SHARD):
-            model = wrap(nn.Sequential(wrap(nn.Linear(3, 3)), nn.Linear(3, 3)))
-        model(batch(0, rank)).sum().backward()
-        return [type(one) for one in FSDP.fsdp_modules(model)]
-
-    # torch's context is that of the process, which all simulated ranks share
-    assert simulate(1, fn)[0] == [FSDP, FSDP]
+@on_ranks(1)  # torch's context is that of the process, which all simulated ranks share
+def test_wrap_makes_instances_inside_enable_wrap(rank: int) -> None:
+    with enable_wrap(wrapper_cls=FSDP, sharding_strategy=ShardingStrategy.NO_SHARD):
+        model = wrap(nn.Sequential(wrap(nn.Linear(3, 3)), nn.Linear(3, 3)))
+    model(batch(0, rank)).sum().backward()
+    assert [type(one) for one in FSDP.fsdp_modules(model)] == [FSDP, FSDP]
 
 
 @on_ranks(2)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import fsdp
 from fsdp.compat.fsdp2 import residence
 from fsdp.compat.fsdp2.wrap import fully_shard
 from fsdp.errors import ShardingError
@@ -25,41 +24,37 @@ def wrapped() -> tuple[nn.Sequential, list[UnitRef]]:
     return model, refs
 
 
-def test_unshard_launches_wait_shows_and_reshard_frees() -> None:
-    def program(rank: int) -> list[ResidencyState]:
-        _, refs = wrapped()
-        states = []
-        handle = residence.unshard(refs[1])
-        states.append(refs[1].engine.snapshot().units[1].residency)
-        handle.wait()
-        states.append(refs[1].engine.snapshot().units[1].residency)
-        handle.wait()  # a second time does nothing
-        residence.reshard(refs[1])
-        states.append(refs[1].engine.snapshot().units[1].residency)
-        return states
-
-    expected = [ResidencyState.UNSHARDING, ResidencyState.UNSHARDED, ResidencyState.SHARDED]
-    assert fsdp.simulate(2, program) == [expected, expected]
+def states_of(ref: UnitRef) -> list[ResidencyState]:
+    """Of the two units inside the root."""
+    return [unit.residency for unit in ref.engine.snapshot().units[1:]]
 
 
-def test_a_unit_that_is_kept_after_its_forward_is_cached_until_the_backward() -> None:
-    def program(rank: int) -> list[ResidencyState]:
-        model, refs = wrapped()
-        residence.reshard_after_forward(refs[1], False)
-        model(torch.ones(1, 4)).sum()
-        return [unit.residency for unit in refs[1].engine.snapshot().units[1:]]
+@on_ranks(2)
+def test_unshard_launches_wait_shows_and_reshard_frees(rank: int) -> None:
+    _, refs = wrapped()
+    handle = residence.unshard(refs[1])
+    assert states_of(refs[1])[0] is ResidencyState.UNSHARDING
+    handle.wait()
+    assert states_of(refs[1])[0] is ResidencyState.UNSHARDED
+    handle.wait()  # a second time does nothing
+    residence.reshard(refs[1])
+    assert states_of(refs[1])[0] is ResidencyState.SHARDED
 
-    assert fsdp.simulate(2, program)[0] == [ResidencyState.CACHED, ResidencyState.SHARDED]
+
+@on_ranks(2)
+def test_a_unit_that_is_kept_after_its_forward_is_cached_until_the_backward(rank: int) -> None:
+    model, refs = wrapped()
+    residence.reshard_after_forward(refs[1], False)
+    model(torch.ones(1, 4)).sum()
+    assert states_of(refs[1]) == [ResidencyState.CACHED, ResidencyState.SHARDED]
 
 
-def test_a_unit_that_is_kept_after_its_backward_is_cached() -> None:
-    def program(rank: int) -> list[ResidencyState]:
-        model, refs = wrapped()
-        residence.reshard_after_backward(refs[1], False, ReshardPolicy.AFTER_FORWARD)
-        model(torch.ones(1, 4)).sum().backward()
-        return [unit.residency for unit in refs[1].engine.snapshot().units[1:]]
-
-    assert fsdp.simulate(2, program)[0] == [ResidencyState.CACHED, ResidencyState.SHARDED]
+@on_ranks(2)
+def test_a_unit_that_is_kept_after_its_backward_is_cached(rank: int) -> None:
+    model, refs = wrapped()
+    residence.reshard_after_backward(refs[1], False, ReshardPolicy.AFTER_FORWARD)
+    model(torch.ones(1, 4)).sum().backward()
+    assert states_of(refs[1]) == [ResidencyState.CACHED, ResidencyState.SHARDED]
 
 
 @on_ranks(2)
