@@ -13,11 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
 from fsdp.comm.simulated import SimulatedCommunicator
-from tests.support.models import Block, Odd, is_at_rest, local, loss_of, make_net, weights_of
+from tests.support.models import Block, Odd, X, is_at_rest, local, loss_of, make_net, weights_of
 from tests.support.ranks import on_ranks, refused_everywhere
 from tests.support.states import refused_unchanged
-
-X = torch.linspace(-1, 1, 12).view(2, 6)
 
 
 class TestWrapping:

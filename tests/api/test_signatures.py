@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from tests.support.models import make_net
+from tests.support.models import X, make_net
 from tests.support.ranks import on_ranks
-
-X = torch.linspace(-1, 1, 12).view(2, 6)
 
 
 class Model(nn.Module):

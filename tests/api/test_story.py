@@ -1,13 +1,10 @@
 """What `story` tells is what happened."""
 
 import pytest
-import torch
 from torch import nn
 
 import fsdp
-from tests.support.models import Block, Net, loss_of, make_net
-
-X = torch.linspace(-1, 1, 12).view(2, 6)
+from tests.support.models import Block, Net, X, loss_of, make_net
 
 
 def test_a_step_can_be_read() -> None:

@@ -3,15 +3,12 @@
 from collections.abc import Callable
 
 import pytest
-import torch
 from torch import nn
 
 import fsdp
 from fsdp.comm.simulated import simulate
-from tests.support.models import Block, Net, loss_of, make_net, two_layers
+from tests.support.models import Block, Net, X, loss_of, make_net, two_layers
 from tests.support.ranks import on_ranks, refused_everywhere
-
-X = torch.linspace(-1, 1, 12).view(2, 6)
 
 
 class TestRanksThatDiffer:

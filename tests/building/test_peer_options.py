@@ -33,11 +33,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import fsdp
 from fsdp.building.peer_options import PEER_OPTIONS, remedies_for
 from fsdp.runtime.registry import unit_ref_of, units_in
-from tests.support.models import Block, Net, make_net
+from tests.support.models import Block, Net, X, make_net
 from tests.support.ranks import on_ranks, refused_everywhere
 from tests.support.states import refused_unchanged
 
-X = torch.linspace(-1, 1, 12).view(2, 6)
 NAMES = {"BackwardPrefetch": BackwardPrefetch, "CPUOffload": CPUOffload, "OffloadPolicy": OffloadPolicy}
 ACCEPTED = [(name, value) for name, option in PEER_OPTIONS.items() for value in option.accepted]
 

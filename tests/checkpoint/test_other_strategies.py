@@ -1,14 +1,17 @@
 """Checkpoints where several ranks hold the same shards: any strategy reads what another saved; each rank gets back its own."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fsdp
-from tests.support.models import CASES, Block, make_net, own_batches, train
+from tests.support import optimizers
+from tests.support.models import CASES, own_batches, train, wrap
+from tests.support.ranks import on_ranks
 
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "FULL_SHARD": (2, {}),
@@ -17,11 +20,8 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def trained(rank: int, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block}, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    train(model, own_batches(CASES["net"], rank), lambda _: optimizer)
-    return model, optimizer
+def trained(rank: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return optimizers.trained(CASES["net"], rank, partial(torch.optim.AdamW, lr=0.01), 3, in_place=True, **options)
 
 
 def everything(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -57,25 +57,24 @@ def test_what_one_strategy_saves_any_other_loads(saves: str, loads: str, tmp_pat
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_rank_0_alone_gets_and_gives_the_full_state(name: str) -> None:
-    size, options = STRATEGIES[name]
-
-    def one_rank(rank: int) -> bool:
-        model, optimizer = trained(rank, **options)
-        wanted = everything(model, optimizer)
-        state, optim = fsdp.full_state_dict(model), fsdp.full_optim_state_dict(model, optimizer)
-        assert bool(state) == bool(optim) == (rank == 0)
-        train(model, own_batches(CASES["net"], rank), lambda _: optimizer)
-        fsdp.load_full_state_dict(model, state or None)
-        fsdp.load_full_optim_state_dict(model, optimizer, optim or None)
-        found = everything(model, optimizer)
-        return all(torch.equal(found[key], wanted[key]) for key in wanted)
-
-    assert all(fsdp.simulate(size, one_rank))
+@pytest.mark.parametrize(("size", "options"), STRATEGIES.values(), ids=STRATEGIES)
+@on_ranks("size")
+def test_rank_0_alone_gets_and_gives_the_full_state(rank: int, size: int, options: dict[str, Any]) -> None:
+    model, optimizer = trained(rank, **options)
+    wanted = everything(model, optimizer)
+    state, optim = fsdp.full_state_dict(model), fsdp.full_optim_state_dict(model, optimizer)
+    assert bool(state) == bool(optim) == (rank == 0)
+    train(model, own_batches(CASES["net"], rank), lambda _: optimizer)
+    fsdp.load_full_state_dict(model, state or None)
+    fsdp.load_full_optim_state_dict(model, optimizer, optim or None)
+    found = everything(model, optimizer)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
-@pytest.mark.parametrize("name", ["NO_SHARD", "HYBRID_SHARD"])
+REPLICATED = ["NO_SHARD", "HYBRID_SHARD"]
+
+
+@pytest.mark.parametrize("name", REPLICATED)
 def test_a_save_that_fails_fails_on_every_rank(name: str, tmp_path: Path) -> None:
     size, options = STRATEGIES[name]
     (tmp_path / "there").mkdir()
@@ -90,17 +89,13 @@ def test_a_save_that_fails_fails_on_every_rank(name: str, tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "there"]
 
 
-@pytest.mark.parametrize("name", ["NO_SHARD", "HYBRID_SHARD"])
-def test_safetensors_are_written_once_and_read_by_all(name: str, tmp_path: Path) -> None:
-    size, options = STRATEGIES[name]
-
-    def one_rank(rank: int) -> bool:
-        model, _ = trained(rank, **options)
-        wanted = fsdp.full_state_dict(model, rank0_only=False)
-        fsdp.export_safetensors(model, tmp_path / "export")
-        other = fsdp.fully_shard(make_net(), auto_wrap_policy={Block}, **options)
-        fsdp.load_safetensors(other, tmp_path / "export")
-        found = fsdp.full_state_dict(other, rank0_only=False)
-        return all(torch.equal(found[key], wanted[key]) for key in dict(model.named_parameters()))
-
-    assert all(fsdp.simulate(size, one_rank))
+@pytest.mark.parametrize(("size", "options"), [STRATEGIES[name] for name in REPLICATED], ids=REPLICATED)
+@on_ranks("size")
+def test_safetensors_are_written_once_and_read_by_all(rank: int, size: int, options: dict[str, Any], tmp_path: Path) -> None:
+    model, _ = trained(rank, **options)
+    wanted = fsdp.full_state_dict(model, rank0_only=False)
+    fsdp.export_safetensors(model, tmp_path / "export")
+    other = wrap(CASES["net"], in_place=True, **options)
+    fsdp.load_safetensors(other, tmp_path / "export")
+    found = fsdp.full_state_dict(other, rank0_only=False)
+    assert all(torch.equal(found[key], wanted[key]) for key in dict(model.named_parameters()))

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from tests.support.models import CASES, loss_of, make_net, wrap
+from tests.support.models import CASES, X, loss_of, make_net, wrap
 from tests.support.ranks import on_ranks
 from tests.support.states import assert_same_state, refused_whole, shifted
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 NET = CASES["net"]
-X = torch.linspace(-1, 1, 12).view(2, 6)
 
 
 class Longer(nn.Module):

@@ -5,11 +5,9 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from tests.support.models import CASES, Case, Counting, is_at_rest, loss_of, make_net, two_units, world_log, wrap
+from tests.support.models import CASES, Case, Counting, X, is_at_rest, loss_of, make_net, two_units, world_log, wrap
 from tests.support.ranks import on_ranks
 from tests.support.states import STATEFUL, assert_same_state, refused_whole, shifted
-
-X = torch.linspace(-1, 1, 12).view(2, 6)
 
 
 class TestFullStateDict:

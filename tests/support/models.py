@@ -139,6 +139,10 @@ class Large(nn.Module):
         return self.leave(torch.tanh(self.square(torch.tanh(self.enter(x)))))
 
 
+X = torch.linspace(-1, 1, 12).view(2, 6)
+"""A batch for `Net`."""
+
+
 def make_net() -> Net:
     """Every rank's weights are the same."""
     torch.manual_seed(3)

@@ -76,6 +76,13 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
         optimizer.step()
 
 
+def trained(make: Make, steps: int, **options: Any) -> tuple[FSDP, Optimizer]:
+    model = wrapped(**options)
+    optimizer = make(model)
+    train(model, optimizer, range(steps))
+    return model, optimizer
+
+
 def unbroken(make: Make) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights of a single process after five steps, and the state of its optimizer."""
     model = Tied()
@@ -98,14 +105,11 @@ def test_a_run_goes_on_in_another_world_as_if_it_had_not_stopped(name: str, savi
     make = OPTIMIZERS[name]
 
     def save(rank: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        model = wrapped()
-        optimizer = make(model)
-        train(model, optimizer, range(3))
+        model, optimizer = trained(make, 3)
         return model.state_dict(), FSDP.optim_state_dict(model, optimizer)
 
     def load(rank: int, weights: dict[str, Tensor], state: dict[str, Any]) -> dict[str, Tensor]:
-        model = wrapped()
-        optimizer = make(model)
+        model, optimizer = trained(make, 0)
         model.load_state_dict(weights)
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
         train(model, optimizer, range(3, 5))
@@ -127,13 +131,7 @@ def test_a_run_goes_on_in_another_world_as_if_it_had_not_stopped(name: str, savi
 def test_a_plain_optimizer_takes_the_state_and_returns_it() -> None:
     make = OPTIMIZERS["groups"]
 
-    def fn(rank: int) -> dict[str, Any]:
-        model = wrapped()
-        optimizer = make(model)
-        train(model, optimizer, range(3))
-        return FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-
-    state = simulate(2, fn)[0]
+    state = simulate(2, lambda rank: FSDP.full_optim_state_dict(*trained(make, 3), rank0_only=False))[0]
     plain = Tied()
     optimizer = make(plain)
     train(plain, optimizer, range(3))
@@ -149,9 +147,7 @@ def test_a_plain_optimizer_takes_the_state_and_returns_it() -> None:
 
 @on_ranks(2)
 def test_the_given_state_counts_in_place_of_the_optimizers_own(rank: int) -> None:
-    model = wrapped()
-    optimizer = of_one_block(model)
-    train(model, optimizer, range(2))
+    model, optimizer = trained(of_one_block, 2)
     given = deepcopy(optimizer.state_dict())
     for kept in given["state"].values():
         kept["exp_avg"] = kept["exp_avg"] + 1
@@ -171,9 +167,7 @@ def test_the_given_state_counts_in_place_of_the_optimizers_own(rank: int) -> Non
 
 @on_ranks(2)
 def test_parameters_that_are_not_sharded_may_be_left_out_of_a_state_and_those_of_a_unit_not(rank: int) -> None:
-    model = wrapped()
-    optimizer = torch.optim.Adam(model.parameters())
-    train(model, optimizer, range(2))
+    model, optimizer = trained(lambda model: torch.optim.Adam(model.parameters()), 2)
     state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
     bigger = nn.ModuleDict({"_fsdp_wrapped_module": wrapped()})
     bigger["own"] = nn.Linear(2, 2)

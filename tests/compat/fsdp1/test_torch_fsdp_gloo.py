@@ -28,7 +28,7 @@ from fsdp.compat.torch_fsdp import (
     StateDictType,
 )
 from fsdp.errors import ShardingError
-from tests.compat.fsdp1.test_optim_states import OPTIMIZERS, train, wrapped
+from tests.compat.fsdp1.test_optim_states import OPTIMIZERS, train, trained
 from tests.compat.fsdp1.test_torch_fsdp import Net, batch, old_script
 from tests.support.processes import results_of
 
@@ -60,14 +60,11 @@ CONFIGS: dict[StateDictType, tuple[Any, Any]] = {
 def resumed(name: str, kind: StateDictType, **options: Any) -> bool:
     """Whether a run that was saved and loaded goes on as one that was not."""
     make = OPTIMIZERS[name]
-    straight = wrapped(**options)
-    one = make(straight)
-    train(straight, one, range(3))
+    straight, one = trained(make, 3, **options)
     with FullyShardedDataParallel.state_dict_type(straight, kind, *CONFIGS[kind]):
         weights, state = deepcopy(straight.state_dict()), FullyShardedDataParallel.optim_state_dict(straight, one)
     train(straight, one, range(3, 5))
-    other = wrapped(**options)
-    two = make(other)
+    other, two = trained(make, 0, **options)
     if kind is StateDictType.FULL_STATE_DICT:
         carrier = [weights]
         dist.broadcast_object_list(carrier)
@@ -82,14 +79,11 @@ def resumed(name: str, kind: StateDictType, **options: Any) -> bool:
 def resumed_by_torch(is_full: bool) -> bool:
     """The same with torch's newer functions, which know the class once the door is installed."""
     options = StateDictOptions(full_state_dict=is_full)
-    straight = wrapped()
-    one = OPTIMIZERS["groups"](straight)
-    train(straight, one, range(3))
+    straight, one = trained(OPTIMIZERS["groups"], 3)
     with install("torch_fsdp"):
         weights, state = deepcopy(get_state_dict(straight, one, options=options))
     train(straight, one, range(3, 5))
-    other = wrapped()
-    two = OPTIMIZERS["groups"](other)
+    other, two = trained(OPTIMIZERS["groups"], 0)
     with install("torch_fsdp"):
         set_state_dict(other, two, model_state_dict=weights, optim_state_dict=state, options=options)
     train(other, two, range(3, 5))
@@ -98,9 +92,7 @@ def resumed_by_torch(is_full: bool) -> bool:
 
 def refused_by_torch() -> list[str]:
     """What torch's functions say of an optimizer's state, and of full values and modules, while the door is not installed."""
-    model = wrapped()
-    optimizer = OPTIMIZERS["groups"](model)
-    train(model, optimizer, range(1))
+    model, optimizer = trained(OPTIMIZERS["groups"], 1)
     full = get_model_state_dict(model)
     assert all(torch.equal(value, full[name]) for name, value in model.state_dict().items())
     full_by_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
