@@ -252,14 +252,22 @@ def test_a_mesh_that_cannot_be_that_of_some_parameters_is_refused(rank: int) -> 
         fsdp.fully_shard(model, mesh=everyone, auto_wrap_policy=policy)
 
 
-@pytest.mark.parametrize("apart", [True, False], ids=["units of their own", "buffers of the blocks"])
-def test_experts_by_the_names_of_fsdp2_need_no_factor(apart: bool) -> None:
+def test_a_root_around_buffers_of_several_meshes_takes_them_in() -> None:
     def wraps(model: nn.Sequential, mesh: DeviceMesh) -> None:
         everyone = mesh["edp", "ep"]._flatten("dp")
         for block in model[:2]:
-            if apart:
-                fully_shard(block.experts, mesh=mesh["edp"])
-            fully_shard(block, mesh=everyone, shard_placement_fn=None if apart else placement_of(mesh, block))
+            fully_shard(block, mesh=everyone, shard_placement_fn=placement_of(mesh, block))
+        fully_shard(model, mesh=everyone)
+
+    check_wrapped(wraps)
+
+
+def test_experts_by_the_names_of_fsdp2_need_no_factor() -> None:
+    def wraps(model: nn.Sequential, mesh: DeviceMesh) -> None:
+        everyone = mesh["edp", "ep"]._flatten("dp")
+        for block in model[:2]:
+            fully_shard(block.experts, mesh=mesh["edp"])
+            fully_shard(block, mesh=everyone)
         fully_shard(model, mesh=everyone)
 
     check_wrapped(wraps)
