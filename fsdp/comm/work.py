@@ -36,7 +36,6 @@ class AllToAllReduceScatter:
     def __init__(self, work: Work, received: Tensor, into: Tensor, own: Tensor | None = None) -> None:
         self._work = work
         self._received = received
-        """The chunks of all ranks (W, C), or that of the other one of two (C,)."""
         self._into = into
         self._own = own
         """This rank's chunk, if `received` does not contain it."""
@@ -44,7 +43,7 @@ class AllToAllReduceScatter:
     def wait(self) -> None:
         self._work.wait()
         if self._own is None:
-            pairwise_sum(self._received, self._into)
+            pairwise_sum(self._received.view(-1, self._into.numel()), self._into)
         else:
             sum_of_two(self._own, self._received, self._into)
 
@@ -138,7 +137,7 @@ Exchange = Callable[[Tensor, Tensor], Work]
 
 def reduce_scatter_by_exchange(exchange: Exchange, bucket: Tensor, into: Tensor) -> Work:
     """Launch a reduce-scatter (W * C,) -> (C,) as an exchange of chunks, which `wait` sums in a fixed order."""
-    received = bucket.new_empty(bucket.numel() // into.numel(), into.numel())
+    received = torch.empty_like(bucket)
     return AllToAllReduceScatter(exchange(received, bucket), received, into)
 
 

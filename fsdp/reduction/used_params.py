@@ -58,14 +58,15 @@ class StepFlags:
         """The flags of a rank that has changed nothing."""
         self.count = 2 * len(self._params)
         self._before: tuple[list[int], list[int]] | None = None
-        """The version counters at the last backward; None if it was given up, maybe on this rank alone."""
+        """The version counters at the last backward that was completed; None if the last one was not."""
+        self._now: tuple[list[int], list[int]] | None = None
 
     def take(self) -> tuple[int, ...]:
         """Two flags for each parameter: this rank has changed it; this rank has elements of it and has changed nothing at all."""
         with quick_attributes():
             versions = [*map(_VERSION, self._held)]
-        before = self._before
-        self._before = now = ([clock.at_forward for clock in self._clocks], versions)
+        before, now = self._before, ([clock.at_forward for clock in self._clocks], versions)
+        self._now = now
         if before is None:
             return (0,) * self.count
         if before == now:
@@ -74,9 +75,13 @@ class StepFlags:
         flags[::2] = map(int, map(ne, before[1], versions))
         return tuple(flags)
 
+    def keep(self) -> None:
+        """The backward is completed: the next one compares with it."""
+        self._before = self._now
+
     def forget(self) -> None:
-        """The backward was given up: the next one compares with nothing."""
-        self._before = None
+        """The backward was given up, maybe on this rank alone: the next one compares with nothing."""
+        self._before = self._now = None
 
     def check(self, mine: Sequence[int], of_any_rank: Sequence[int], world_comm: Communicator) -> None:
         """Compare the flags of this rank with those that any rank has set. Communicates only if ranks differ.
@@ -261,9 +266,11 @@ class UsedParams:
         flags, self._step_flags = self._step_flags, None
         if flags is not None:
             self._steps.check(*flags, self._world_comm)
+        self._steps.keep()
 
     def drop(self) -> None:
         """The backward was given up."""
+        self._step_flags = None
         self._steps.forget()
 
     def take_work(self) -> Sequence[Work]:
