@@ -10,6 +10,6 @@ pytestmark = pytest.mark.gloo
 
 
 def test_what_each_distribution_saves_each_other_loads_to_the_bit(tmp_path: Path) -> None:
-    for result in results_of("tests.checkpoint.matrix_program", 4, tmp_path):
+    for result in results_of("tests.checkpoint.matrix_program", 4, tmp_path, seconds=240):
         assert result.pop("compared") == ["162"]
         assert not result, sorted(result.items())[:5]
