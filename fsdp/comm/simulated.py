@@ -369,7 +369,6 @@ class _World:
             results[rank] = fn(rank)
         except BaseException as failure:
             self._failures[rank] = failure
-        _free_what_is_queued()
         self._rank_slots[rank].over = True
         self._pass_turn(self._choose())
 
@@ -537,16 +536,6 @@ class _RankSlot:
         """Why the wait cannot end."""
         self.over = False
         """Whether the rank has returned or failed."""
-
-
-def _free_what_is_queued() -> None:
-    """Free what a failed backward has left in autograd's queue of this thread, as any later backward does.
-
-    Otherwise the thread frees it after its last line of Python. If the program ends meanwhile, the process aborts: "terminate
-    called without an active exception".
-    """
-    with torch.enable_grad():
-        torch.zeros((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 
 def _keep_device_guard() -> None:

@@ -3,10 +3,8 @@
 import contextlib
 import random
 import threading
-import weakref
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -714,32 +712,3 @@ def test_data_parallel_training_equals_one_process(size: int, seed: int) -> None
     for one, other in pairwise(ranks):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     torch.testing.assert_close(ranks[0], train(build(), batches, lambda grad: None))
-
-
-class Fails(torch.autograd.Function):
-    """The identity, whose backward fails."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        raise ValueError("this backward fails")
-
-
-def test_what_a_failed_backward_leaves_is_freed_by_the_rank_and_not_at_the_end_of_its_thread() -> None:
-    freed_by = []
-
-    def watch(gradient: Tensor) -> None:
-        weakref.finalize(gradient, lambda: freed_by.append(threading.current_thread().name))
-
-    def fn(rank: int) -> None:
-        x = torch.ones(3, requires_grad=True)
-        sums = 2 * x + Fails.apply(x)  # type: ignore[no-untyped-call]
-        sums.register_hook(watch)
-        with pytest.raises(ValueError, match="this backward fails"):
-            sums.sum().backward()
-
-    simulate(2, fn)
-    assert sorted(freed_by) == ["rank 0", "rank 1"]
