@@ -68,8 +68,8 @@ class ReductionQueue:
         which runs meanwhile."""
         self._launched = 0
         """The number of launches in this backward."""
-        self._number: Callable[[float], Tensor] = cache(partial(torch.tensor, dtype=torch.float64, device="cpu"))
-        """A number (), which torch would otherwise make of a Python number in each operation: as long as a small kernel."""
+        self._scalar: Callable[[float], Tensor] = cache(partial(torch.tensor, dtype=torch.float64, device="cpu"))
+        """The scalar tensor () that torch would otherwise make of a Python number in each operation: as long as a small kernel."""
 
     def begin(self) -> None:
         """A backward begins: the lanes take turns from the first one on, on every rank."""
@@ -294,7 +294,7 @@ class ReductionQueue:
             if isinstance(work, SparseTotal):
                 reduced = self._replace(reduced, work.result)
             if reduction.divisor != 1:
-                reduced.div_(self._number(reduction.divisor))
+                reduced.div_(self._scalar(reduction.divisor))
             dtype = reduction.buckets[0].flat.shard.dtype
             if reduced.dtype != dtype:
                 reduced = self._replace(reduced, reduced.to(dtype))

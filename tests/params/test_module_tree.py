@@ -203,17 +203,15 @@ PUT_IN: dict[str, Callable[[Slots, nn.Parameter], object]] = {
 
 @pytest.mark.parametrize("way", PUT_IN)
 @on_ranks(2)
-def test_whatever_is_done_to_the_dict_of_parameters_is_seen(rank: int, way: str) -> None:
+def test_what_a_forward_does_to_the_dict_of_parameters_of_a_later_unit_is_seen_by_that(rank: int, way: str) -> None:
     model = sharded("FULL_SHARD")
-    loss_of(model(X)).backward()
-    before = dict(model.enter._parameters)
-    PUT_IN[way](model.enter._parameters, nn.Parameter(torch.ones(4, 4)))
-    for _ in range(2):
-        with pytest.raises(
-            fsdp.ShardingError, match=r"Linear.\w+ in unit 'enter' was (taken away|replaced by another parameter)"
-        ):
-            model(X)
-    model.enter._parameters.update(before)
+    slots = model.layers[0]._parameters
+    before, other = dict(slots), nn.Parameter(torch.ones(4, 4))
+    handle = model.enter.register_forward_hook(lambda *_: [PUT_IN[way](slots, other)].clear())
+    with pytest.raises(fsdp.ShardingError, match=r"Linear.\w+ in unit 'layers.0' was (taken away|replaced by another parameter)"):
+        model(X)
+    handle.remove()
+    slots.update(before)
     loss_of(model(X)).backward()
 
 
