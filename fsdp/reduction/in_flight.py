@@ -69,7 +69,7 @@ class ReductionQueue:
         self._launched = 0
         """The number of launches in this backward."""
         self._scalar: Callable[[float], Tensor] = cache(partial(torch.tensor, dtype=torch.float64, device="cpu"))
-        """The scalar tensor () that torch would otherwise make of a Python number in each operation: as long as a small kernel."""
+        """The scalar tensor () that torch makes of a Python number in each operation, which costs as much as a small kernel."""
 
     def begin(self) -> None:
         """A backward begins: the lanes take turns from the first one on, on every rank."""
