@@ -124,10 +124,12 @@ def _check_part(what: str, parameters: Mapping[str, Sequence[int]], root: set[in
         )
 
 
-def choose_cuts(plan: Sequence[Planned], config: Config, mesh: Any, placement_of: Any, comms: CommContext) -> None:
+def choose_cuts(
+    plan: Sequence[Planned], config: Config, mesh: Any, placement_of: Any, comms: CommContext, joint_mesh: Any
+) -> None:
     """Note for each parameter of the new units how it is cut, as `placement_of(parameter)` says: the dimension, and the mesh.
 
-    The mesh is None where it is `mesh`, or has its ranks, those of `comms`.
+    The mesh is None where it is `mesh`, or has its ranks, those of `comms`. `joint_mesh`: see `ParamInfo`.
 
     Raises:
         ShardingError: the function chooses something else than a dimension of the parameter, the shards are no DTensors, or a
@@ -146,14 +148,13 @@ def choose_cuts(plan: Sequence[Planned], config: Config, mesh: Any, placement_of
             info.shard_dim = dim_of(name, info.parameter, given)
         if info.mesh == mesh or ranks_of(info.mesh) == tuple(comms.world_comm.ranks):
             info.mesh = None
-        root = set(comms.world_comm.ranks)
+        info.joint_mesh = joint_mesh
         if info.mesh is not None:
+            info.joint_mesh, root = None, set(comms.world_comm.ranks)
             _check_mesh(name, info.mesh, root, config)
+            _check_part(f"parameter {name!r}", {name: ranks_around(info.mesh, [info.parameter])}, root, config)
         if _is_dtensor(info.parameter):
             check_joins(name, info.parameter, info.mesh or mesh)
-        if info.mesh is not None:
-            lies = ranks_around(info.mesh, [info.parameter]) if _is_dtensor(info.parameter) else ()
-            _check_part(f"parameter {name!r}", {name: lies}, root, config)
 
 
 def _check_mesh(name: str, mesh: Any, root: set[int], config: Config) -> None:

@@ -32,18 +32,30 @@ def ranks_of(mesh: Any) -> tuple[int, ...]:
 
 def ranks_around(mesh: Any, tensors: Iterable[Any]) -> tuple[int, ...]:
     """The ranks of `mesh`, and of the meshes over which tensor parallelism has spread some of `tensors`. Does not communicate."""
+    return tuple(sorted({rank for one in _meshes_around(mesh, tensors) for rank in ranks_of(one)}))
+
+
+def mesh_around(mesh: Any, tensors: Iterable[Any]) -> DeviceMesh | None:
+    """The mesh of the dimensions of `mesh` and of tensor parallelism, on which some of `tensors` lie. Does not communicate.
+
+    None if there is none, or more than one.
+    """
+    joined = _meshes_around(mesh, tensors)[1:]
+    return joined[0] if len(joined) == 1 else None
+
+
+def _meshes_around(mesh: Any, tensors: Iterable[Any]) -> list[DeviceMesh]:
+    """`mesh`, and its joins with each mesh over which some of `tensors` are spread."""
     if not isinstance(mesh, DeviceMesh):
-        return ()
-    found = {*ranks_of(mesh)}
+        return []
+    found = {mesh: None}
     for own in dict.fromkeys(own for one in tensors if (own := getattr(one, "device_mesh", None)) is not None):
-        ranks = {*ranks_of(own)}
-        if ranks & found != found:
-            try:
-                ranks = {*ranks_of(DeviceMesh._concatenate([mesh, own]))}
-            except (RuntimeError, TypeError):
-                continue  # `check_joins` refuses it
-        found |= ranks
-    return tuple(sorted(found))
+        is_joined = {*(mesh.mesh_dim_names or "?")} <= {*(own.mesh_dim_names or ())}
+        try:
+            found[own if is_joined else DeviceMesh._concatenate([mesh, own])] = None
+        except (RuntimeError, TypeError):
+            continue  # `check_joins` refuses it, if it is that of a new parameter
+    return list(found)
 
 
 def is_part(mesh: Any) -> bool:

@@ -15,7 +15,7 @@ from fsdp.comm.context import CommContext
 class ParamInfo:
     """One parameter of a unit, its names, and every module attribute that holds it."""
 
-    __slots__ = ("_slots", "comms", "keeps_dtype", "kept_accumulator", "mesh", "names", "parameter", "shard_dim")
+    __slots__ = ("_slots", "comms", "joint_mesh", "keeps_dtype", "kept_accumulator", "mesh", "names", "parameter", "shard_dim")
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
@@ -26,6 +26,8 @@ class ParamInfo:
         """The dimension along which the parameter is cut, if its shard is a DTensor."""
         self.mesh: Any = None
         """The mesh over which the parameter is cut, if that is another one than that of its unit: an expert's."""
+        self.joint_mesh: Any = None
+        """The mesh of its unit and of tensor parallelism, if the shard is a DTensor there: with copies, it has not cut it."""
         self.comms: CommContext | None = None
         """The communicators over `mesh`."""
         self.keeps_dtype = False

@@ -21,7 +21,7 @@ A parameter may be a DTensor before wrapping, which tensor parallelism has made.
 parameter is a DTensor over the same mesh as before, and the shard is a DTensor over both meshes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -39,6 +39,7 @@ from fsdp.shards.dtensors import (
     SUMMED,
     GradForm,
     Mesh,
+    cuts_of,
     form_of,
     full_with_grad,
     here_of,
@@ -47,7 +48,6 @@ from fsdp.shards.dtensors import (
     local_of,
     local_of_full,
     make_dtensor,
-    ranks_of_spec,
     replace_by_dtensor,
     specs_of,
 )
@@ -317,7 +317,7 @@ class ShardPlacement(Placement):
 class DTensorPlacement(Placement):
     """One parameter of a flat buffer. Its shard is a DTensor. See [Note: shards as DTensors]."""
 
-    __slots__ = ("_dtensor", "_spec", "_unsharded_spec", "dim")
+    __slots__ = ("_dtensor", "_ranks", "_spec", "_unsharded_spec", "dim")
 
     refuses_data: ClassVar = True
     replaces_param: ClassVar = True
@@ -330,16 +330,16 @@ class DTensorPlacement(Placement):
         layout: Layout,
         index: int,
         rank: int,
-        specs: tuple[Any, Any],
+        specs: tuple[Any, Any, tuple[int, ...]],
         dim: int,
         dtensor: nn.Parameter | None = None,
     ) -> None:
-        """`specs`: torch's DTensorSpec of the shard, and of the unsharded parameter if it is a DTensor, or None.
+        """`specs`: torch's DTensorSpec of the shard, and of the unsharded parameter if it is a DTensor, or None; `ranks`.
 
         `dtensor`: the DTensor that is the shard already, in another flat buffer, and becomes that of this one.
         """
         super().__init__(name, layout, index, rank)
-        self._spec, self._unsharded_spec = specs
+        self._spec, self._unsharded_spec, self._ranks = specs
         self.dim = dim
         self._dtensor = dtensor
 
@@ -349,20 +349,17 @@ class DTensorPlacement(Placement):
 
     @property
     def ranks(self) -> Sequence[int]:
-        return ranks_of_spec(self._spec)
+        return self._ranks
 
     @property
     def coordinates(self) -> tuple[int, ...]:
-        return tuple([coordinate for coordinate, placement in self._here() if not placement.is_replicate()])
+        return tuple([here for *_, here in cuts_of(self._spec.mesh, self._spec.placements)])
 
     def counts_among(self, ranks: Sequence[int], is_first: bool) -> bool:
         # ranks in another dimension than those of its mesh have copies of it: the mesh of the first rank counts
         has_first = not ranks or ranks[0] in self.ranks
-        return has_first and not any([coordinate for coordinate, placement in self._here() if placement.is_replicate()])
-
-    def _here(self) -> Iterator[tuple[int, Any]]:
-        """This rank's coordinate in each dimension of the mesh, and how the parameter lies along it."""
-        return zip(self._spec.mesh.get_coordinate(), self._spec.placements, strict=True)
+        here = zip(self._spec.mesh.get_coordinate(), self._spec.placements, strict=True)
+        return has_first and not any([coordinate for coordinate, placement in here if placement.is_replicate()])
 
     @property
     def is_row_range(self) -> bool:
@@ -387,8 +384,7 @@ class DTensorPlacement(Placement):
         return full
 
     def over_all_dims(self, unsharded: Tensor, data_ranks: Sequence[int]) -> Tensor:
-        spec = self._unsharded_spec
-        return unsharded if spec is None else full_with_grad(unsharded, {*ranks_of_spec(spec)} <= {*data_ranks})
+        return full_with_grad(unsharded, data_ranks) if self.is_tensor_parallel else unsharded
 
     def part_of_full(self, full: Tensor) -> Tensor:
         spec = self._unsharded_spec
@@ -438,11 +434,12 @@ class DTensorPlacement(Placement):
         return super().value(name, local) if self.is_row_range else self.as_shard(plain(local))
 
     def part_of_value(self, given: Any) -> Tensor | None:
-        local, spec = local_of(given), self._spec
+        local = local_of(given)
         if local is None:
             return super().part_of_value(given)
-        how = given.shape, given.placements, given.device_mesh
-        return local if how == (spec.tensor_meta.shape, spec.placements, spec.mesh) else None
+        spec = self._spec
+        cuts = [cuts_of(mesh, how) for mesh, how in ((given.device_mesh, given.placements), (spec.mesh, spec.placements))]
+        return local if given.shape == spec.tensor_meta.shape and cuts[0] == cuts[1] else None
 
     def part_of_given(self, operation: str, name: str, given: Any, parameter: nn.Parameter) -> Tensor:
         local = local_of(given)
@@ -475,7 +472,7 @@ class DTensorPlacement(Placement):
             None if one is None else replace(one, tensor_meta=one.tensor_meta._replace(dtype=dtype))
             for one in (self._spec, self._unsharded_spec)
         ]
-        return DTensorPlacement(self.name, layout, index, self.rank, (specs[0], specs[1]), self.dim, like)
+        return DTensorPlacement(self.name, layout, index, self.rank, (specs[0], specs[1], self._ranks), self.dim, like)
 
 
 class DTensorState(StatePlacement):
@@ -521,7 +518,7 @@ def place(
         dims = [info.shard_dim for info in param_infos]
         rows = tuple([tuple(stored(info.parameter, dim).shape) for info, dim in zip(param_infos, dims, strict=True)])
         layout = make_row_layout(rows, itemsize, comm.size)
-        specs = [specs_of(mesh, info.parameter, dim) for info, dim in zip(param_infos, dims, strict=True)]
+        specs = [specs_of(mesh, info.parameter, info.shard_dim, info.joint_mesh) for info in param_infos]
         return tuple([DTensorPlacement(name, layout, i, comm.rank, specs[i], dims[i]) for i, name in enumerate(names)])
     shapes = tuple([tuple(info.parameter.shape) for info in param_infos])
     layout = make_layout(shapes, itemsize, comm.size, config.aligned)

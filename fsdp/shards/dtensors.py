@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fsdp.comm.dtensor_mesh import ranks_of
 from fsdp.errors import ShardingAssertion, ShardingError
 
 if TYPE_CHECKING:
@@ -49,8 +50,11 @@ def _dtensor_class() -> Any:
     return DTensor
 
 
-def specs_of(mesh: Mesh, parameter: Tensor, dim: int) -> tuple[Any, Any]:
-    """torch's DTensorSpecs of a shard that is cut along `dim`, and of its unsharded parameter, or None."""
+def specs_of(mesh: Mesh, parameter: Tensor, dim: int, joint_mesh: Mesh | None) -> tuple[Any, Any, tuple[int, ...]]:
+    """torch's DTensorSpecs of a shard that is cut over `mesh` along `dim`, and of its unsharded parameter, or None; its ranks.
+
+    `joint_mesh`: see `ParamInfo`. That other ranks than those of `mesh` have copies there is no more than the user's word.
+    """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -60,12 +64,21 @@ def specs_of(mesh: Mesh, parameter: Tensor, dim: int) -> tuple[Any, Any]:
     replicas = (Replicate(),) * (mesh.ndim - 1)
     given: Any = getattr(parameter, "_spec", None)
     if given is None:
-        return DTensorSpec(mesh, (*replicas, Shard(dim)), meta), None
+        joined = joint_mesh or mesh
+        copies = (Replicate(),) * (joined.ndim - mesh.ndim)
+        return DTensorSpec(joined, (*replicas, Shard(dim), *copies), meta), None, ranks_of(mesh)
     # Tensor parallelism has cut the parameter first, so a dimension that both cut is in two steps of strides.
     parts = given.num_shards_map[dim]
     mine: Any = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
     joined = type(mesh)._concatenate([mesh, given.mesh])
-    return DTensorSpec(joined, (*replicas, mine, *given.placements), meta), DTensorSpec(given.mesh, given.placements, meta)
+    shard = DTensorSpec(joined, (*replicas, mine, *given.placements), meta)
+    return shard, DTensorSpec(given.mesh, given.placements, meta), ranks_of(joined)
+
+
+def cuts_of(mesh: Mesh, placements: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """For each dimension of a mesh along which a tensor is cut: how, into how many parts, and which of them this rank has."""
+    dims = zip(placements, mesh.shape, mesh.get_coordinate() or (), strict=False)
+    return [(placement, *rest) for placement, *rest in dims if not placement.is_replicate()]
 
 
 def local_of_full(full: Tensor, spec: Any) -> Tensor:
@@ -76,12 +89,6 @@ def local_of_full(full: Tensor, spec: Any) -> Tensor:
     for dim, (length, offset) in enumerate(zip(shape, offsets, strict=True)):
         full = full.narrow(dim, min(offset, full.shape[dim] - length), length)
     return full
-
-
-def ranks_of_spec(spec: Any) -> list[int]:
-    """The ranks on which a tensor lies as `spec`, torch's DTensorSpec, says."""
-    ranks: list[int] = spec.mesh.mesh.flatten().tolist()
-    return ranks
 
 
 class GradForm(NamedTuple):
@@ -122,15 +129,15 @@ def form_of(gradient: Any, spec: Any) -> GradForm | None:
     return None
 
 
-def full_with_grad(unsharded: Any, is_averaged: bool) -> Tensor:
-    """The full tensor of a DTensor, differentiable. Communicates, in the backward too if `is_averaged`.
+def full_with_grad(unsharded: Any, data_ranks: Sequence[int]) -> Tensor:
+    """The full tensor of a DTensor, differentiable. Communicates, in the backward too if gradients are averaged over its mesh.
 
-    `is_averaged`: the ranks of its mesh have data of their own, and a gradient is the average over them. Otherwise they compute
-    the same, and each has the gradient already.
+    `data_ranks`: those that have data of their own, over which gradients are averaged. Other ranks compute the same, and each has
+    the gradient already.
     """
     from torch.distributed.tensor import Partial, Replicate
 
-    how = Partial() if is_averaged else Replicate()
+    how = Partial() if {*ranks_of(unsharded.device_mesh)} <= {*data_ranks} else Replicate()
     full: Tensor = unsharded.full_tensor(grad_placements=[how] * unsharded.device_mesh.ndim)
     return full
 

@@ -290,10 +290,15 @@ def test_the_collectives_of_experts_are_among_those_who_share_them(rank: int) ->
     assert not any("experts" in call for name in ("shard", "reduce") for call in found[name])
 
 
-@on_ranks(4, refuses="nothing says what the others have in place of 'up': make it a DTensor over")
-def test_what_the_other_ranks_have_must_be_known(rank: int) -> None:
+@pytest.mark.parametrize("spread", [[], ["up"], ["up", "down"]])
+@on_ranks(4, refuses="nothing says what the others have in place of")
+def test_what_the_other_ranks_have_must_be_known(rank: int, spread: list[str]) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
     model = make()
+    model[0].experts.scale = nn.Parameter(torch.ones(3))
+    for name in spread:
+        whole = getattr(model[0].experts, name)
+        setattr(model[0].experts, name, nn.Parameter(distribute_tensor(whole.detach(), mesh["ep"], [Shard(0)])))
     fsdp.fully_shard(model[0].experts, mesh=mesh["edp"])
     fsdp.fully_shard(model, mesh=mesh["edp", "ep"]._flatten("dp"))
 

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp
+from fsdp.compat.fully_shard import fully_shard
 from tests.building import test_experts as experts
 from tests.support.ranks import on_ranks, refused_everywhere
 
@@ -296,8 +297,17 @@ def in_one_process(kind: str, power: float) -> tuple[float, dict[str, Tensor]]:
     return float(norm), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *BESIDE])
-def test_each_element_counts_once_in_the_norm(kind: str) -> None:
+def clip_by_torch(model: nn.Module, most: float, power: float) -> Tensor:
+    norm = nn.utils.clip_grad_norm_(model.parameters(), most, power)
+    assert isinstance(norm, DTensor)
+    return norm.full_tensor()
+
+
+@pytest.mark.parametrize(
+    ("kind", "clip"),
+    [*((k, fsdp.clip_grad_norm_) for k in [*KINDS, *BESIDE]), *((k, clip_by_torch) for k in ("tensor parallel", "replicas"))],
+)
+def test_each_element_counts_once_in_the_norm(kind: str, clip: Callable[[nn.Module, float, float], Tensor]) -> None:
     expected = {power: in_one_process(kind, power) for power in (1.0, 2.0, float("inf"))}
 
     def program() -> tuple[float, ...]:
@@ -305,12 +315,36 @@ def test_each_element_counts_once_in_the_norm(kind: str) -> None:
         for power, (norm, gradients) in expected.items():
             model.zero_grad()
             model(batch(0, group_here(kind))).square().mean().backward()
-            norms.append(float(fsdp.clip_grad_norm_(model, 0.01, power)))
+            norms.append(float(clip(model, 0.01, power)))
             assert norms[-1] == pytest.approx(norm, rel=1e-6)
             same({name: p.grad for name, p in model.named_parameters()}, gradients, 1e-5)
         return tuple(norms)
 
     assert len(set(on_all(kind, program))) == 1
+
+
+@on_ranks(4)
+def test_what_tensor_parallelism_has_not_cut_lies_on_its_mesh_too(rank: int) -> None:
+    model = build("tensor parallel")
+    door = plain("tensor parallel")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for block in list(door)[:2]:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(door, mesh=mesh["dp"])
+    mine, torchs = model.state_dict(), door.state_dict()
+    assert {name: one.device_mesh.ndim for name, one in mine.items() if isinstance(one, DTensor)} == dict.fromkeys(
+        dict(model.named_parameters()), 2
+    )
+    assert mine["2.weight"].placements == (Shard(0), Replicate())
+    # FSDP2 has them on the mesh of the data alone
+    assert (torchs["2.weight"].device_mesh, torchs["2.weight"].placements) == (mesh["dp"], (Shard(0),))
+    for target, source in ((model, torchs), (door, mine)):
+        target.load_state_dict({name: one + 1 for name, one in source.items()})
+        same(full(target), {name: one + 1 for name, one in plain("tensor parallel").state_dict().items()}, 0.0)
+        target.load_state_dict(source)
+    with pytest.raises(fsdp.ShardingError, match="'2.weight' is a DTensor: give what"):
+        model.load_state_dict({**mine, "2.weight": distribute_tensor(torch.zeros(6, 6), mesh["dp"], [Shard(1)])})
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (4, 1), (2, 2)])
