@@ -227,8 +227,8 @@ class FullyShardedDataParallel(nn.Module):
             gradient. Default False: the operators of a shard compute over all ranks, or raise.
         dtensors: True makes the shards torch's DTensors, as in FSDP2: new Parameter objects with `placements`, `to_local()` and
             `full_tensor()`, which torch's functions for state dicts and clipping know. Each parameter is cut evenly. A
-            DTensor that tensor parallelism has made is cut once more; it makes all shards DTensors, on its mesh too. Make the optimizer after wrapping. Refused: "NO_SHARD", a
-            parameter without dimensions. Default False.
+            DTensor that tensor parallelism has made is cut once more; it makes all shards DTensors, on its mesh too. Make
+            the optimizer after wrapping. Refused: "NO_SHARD", a parameter without dimensions. Default False.
         shard_placement_fn: with `dtensors`, a function that returns `Shard(dim)` for a parameter to be cut along `dim`, or None.
             Default None: between rows, Shard(0). Shards along another dimension are not contiguous. FSDP2's
             `ShardPlacementResult` cuts it over a mesh of its own, over some of the ranks: an expert's.

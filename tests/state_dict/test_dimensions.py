@@ -343,7 +343,7 @@ def test_what_tensor_parallelism_has_not_cut_lies_on_its_mesh_too(rank: int) -> 
         target.load_state_dict({name: one + 1 for name, one in source.items()})
         same(full(target), {name: one + 1 for name, one in plain("tensor parallel").state_dict().items()}, 0.0)
         target.load_state_dict(source)
-    with pytest.raises(fsdp.ShardingError, match="'2.weight' is a DTensor: give what"):
+    with pytest.raises(fsdp.ShardingError, match=r"'2\.weight' is a DTensor: give what"):
         model.load_state_dict({**mine, "2.weight": distribute_tensor(torch.zeros(6, 6), mesh["dp"], [Shard(1)])})
 
 
