@@ -305,7 +305,10 @@ def clip_by_torch(model: nn.Module, most: float, power: float) -> Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "clip"),
-    [*((k, fsdp.clip_grad_norm_) for k in [*KINDS, *BESIDE]), *((k, clip_by_torch) for k in ("tensor parallel", "replicas"))],
+    [
+        *((kind, clip_by_torch) for kind in ("tensor parallel", "replicas")),
+        *((kind, fsdp.clip_grad_norm_) for kind in [*KINDS, *BESIDE]),
+    ],
 )
 def test_each_element_counts_once_in_the_norm(kind: str, clip: Callable[[nn.Module, float, float], Tensor]) -> None:
     expected = {power: in_one_process(kind, power) for power in (1.0, 2.0, float("inf"))}
