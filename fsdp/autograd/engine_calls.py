@@ -4,6 +4,7 @@ A loss leads to unsharded parameters, never to shards. For `torch.autograd.grad`
 finds no path, runs no node and returns None, so no hook of torch can notice such a call.
 """
 
+import threading
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Final, NamedTuple
@@ -14,6 +15,7 @@ from torch import Tensor
 _ENGINE: Final = "_engine_run_backward"
 """The function in `torch.autograd` through which both `grad` and `backward` call the engine. Tracing replaces it too."""
 _MARK: Final = "_fsdp_intercepts"
+_in_this_thread: Final = threading.local()
 
 
 class EngineCall(NamedTuple):
@@ -62,7 +64,25 @@ def intercept_engine_calls(translate: Callable[[EngineCall], tuple[Any, ...]]) -
                 inputs = translate(call)
             except Answered as answered:
                 return answered.gradients
-        return run(outputs, output_grads, retain_graph, create_graph, inputs, allow_unreachable, accumulate_grad=accumulate_grad)
+        try:
+            return run(
+                outputs, output_grads, retain_graph, create_graph, inputs, allow_unreachable, accumulate_grad=accumulate_grad
+            )
+        except BaseException:
+            _in_this_thread.has_left_work = True
+            raise
 
     setattr(run_translated, _MARK, True)
     setattr(torch.autograd, _ENGINE, run_translated)
+
+
+def free_queued_work() -> None:
+    """Free what a failed backward has left in autograd's queue of this thread, as any later backward does.
+
+    Otherwise the thread frees it after its last line of Python. If the program ends meanwhile, the process aborts: "terminate
+    called without an active exception". Not if no backward has failed: where torch is built for CUDA, a process in which a
+    backward has run can fork none that runs one.
+    """
+    if hasattr(_in_this_thread, "has_left_work"):
+        with torch.enable_grad():
+            torch.zeros((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]

@@ -49,13 +49,18 @@ def _meshes_around(mesh: Any, tensors: Iterable[Any]) -> list[DeviceMesh]:
     if not isinstance(mesh, DeviceMesh):
         return []
     found = {mesh: None}
-    for own in dict.fromkeys(own for one in tensors if (own := getattr(one, "device_mesh", None)) is not None):
+    for own in _meshes_of(tensors):
         is_joined = {*(mesh.mesh_dim_names or "?")} <= {*(own.mesh_dim_names or ())}
         try:
             found[own if is_joined else DeviceMesh._concatenate([mesh, own])] = None
         except (RuntimeError, TypeError):
             continue  # `check_joins` refuses it, if it is that of a new parameter
     return list(found)
+
+
+def _meshes_of(tensors: Iterable[Any]) -> dict[DeviceMesh, None]:
+    """The meshes over which tensor parallelism has spread some of `tensors`."""
+    return dict.fromkeys(own for one in tensors if (own := getattr(one, "device_mesh", None)) is not None)
 
 
 def is_part(mesh: Any) -> bool:
@@ -73,9 +78,8 @@ def groups_around(mesh: Any, tensors: Iterable[Any]) -> list[ProcessGroup]:
     root, ranks = mesh._get_root_mesh(), {*ranks_of(mesh)}
     of_root = [root.get_group(dim) for dim in range(root.ndim) if 1 < root.size(dim) < mesh.size()]
     inside = [group for group in of_root if ranks.issuperset(c10d.get_process_group_ranks(group))]
-    meshes = dict.fromkeys(own for one in tensors if (own := getattr(one, "device_mesh", None)) is not None)
     mine = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    found = dict.fromkeys([*(own.get_group(dim) for own in meshes for dim in range(own.ndim)), *inside])
+    found = dict.fromkeys([*(own.get_group(dim) for own in _meshes_of(tensors) for dim in range(own.ndim)), *inside])
     return [group for group in found if group not in mine]
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fsdp.autograd.engine_calls import free_queued_work
 from fsdp.comm.communicator import Communicator, ReduceOp, as_bytes
 from fsdp.comm.failure.desync import RECENT
 from fsdp.comm.failure.pending_call import remedies_for
@@ -369,6 +370,7 @@ class _World:
             results[rank] = fn(rank)
         except BaseException as failure:
             self._failures[rank] = failure
+        free_queued_work()
         self._rank_slots[rank].over = True
         self._pass_turn(self._choose())
 

@@ -297,8 +297,7 @@ def test_what_the_other_ranks_have_must_be_known(rank: int, spread: list[str]) -
     model = make()
     model[0].experts.scale = nn.Parameter(torch.ones(3))
     for name in spread:
-        whole = getattr(model[0].experts, name)
-        setattr(model[0].experts, name, nn.Parameter(distribute_tensor(whole.detach(), mesh["ep"], [Shard(0)])))
+        setattr(model[0].experts, name, nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["ep"], [Shard(0)])))
     fsdp.fully_shard(model[0].experts, mesh=mesh["edp"])
     fsdp.fully_shard(model, mesh=mesh["edp", "ep"]._flatten("dp"))
 

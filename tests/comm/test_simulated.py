@@ -3,6 +3,7 @@
 import contextlib
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import fsdp
 from fsdp.comm.simulated import Call, SimulatedCommunicator, SimulatedRank, current_rank, simulate
 from fsdp.errors import FEWER_BATCHES, NO_SYNC, UNEVEN_PATHS, PeerFailed, ShardingError, WorldError
 from tests.support.ranks import on_ranks
@@ -712,3 +714,20 @@ def test_data_parallel_training_equals_one_process(size: int, seed: int) -> None
     for one, other in pairwise(ranks):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     torch.testing.assert_close(ranks[0], train(build(), batches, lambda grad: None))
+
+
+def test_what_a_failed_backward_leaves_is_freed_by_the_rank_and_not_at_the_end_of_its_thread() -> None:
+    freed_by: list[str] = []
+
+    def fn(rank: int) -> None:
+        x = fsdp.fully_shard(nn.Linear(3, 3))(torch.ones(3))
+        queued, fails = 2 * x, 3 * x
+        fails.register_hook(lambda gradient: gradient.view(7))
+        (sums := queued + fails).register_hook(
+            lambda gradient: weakref.finalize(gradient, lambda: freed_by.append(threading.current_thread().name)) and None
+        )
+        with pytest.raises(RuntimeError, match="invalid for input of size 3"):
+            sums.sum().backward()
+
+    simulate(2, fn)
+    assert sorted(freed_by) == ["rank 0", "rank 1"]

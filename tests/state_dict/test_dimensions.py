@@ -298,9 +298,8 @@ def in_one_process(kind: str, power: float) -> tuple[float, dict[str, Tensor]]:
 
 
 def clip_by_torch(model: nn.Module, most: float, power: float) -> Tensor:
-    norm = nn.utils.clip_grad_norm_(model.parameters(), most, power)
-    assert isinstance(norm, DTensor)
-    return norm.full_tensor()
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), most, power)
+    return norm.full_tensor()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -328,17 +327,13 @@ def test_each_element_counts_once_in_the_norm(kind: str, clip: Callable[[nn.Modu
 
 @on_ranks(4)
 def test_what_tensor_parallelism_has_not_cut_lies_on_its_mesh_too(rank: int) -> None:
-    model = build("tensor parallel")
-    door = plain("tensor parallel")
+    model, door = build("tensor parallel"), plain("tensor parallel")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for block in list(door)[:2]:
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(door, mesh=mesh["dp"])
+    parallelize_module(door, mesh["tp"], {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()})
+    for module in (door[0], door[1], door):
+        fully_shard(module, mesh=mesh["dp"])
     mine, torchs = model.state_dict(), door.state_dict()
-    assert {name: one.device_mesh.ndim for name, one in mine.items() if isinstance(one, DTensor)} == dict.fromkeys(
-        dict(model.named_parameters()), 2
-    )
+    assert {p.device_mesh for p in model.parameters()} == {mesh}  # type: ignore[attr-defined]
     assert mine["2.weight"].placements == (Shard(0), Replicate())
     # FSDP2 has them on the mesh of the data alone
     assert (torchs["2.weight"].device_mesh, torchs["2.weight"].placements) == (mesh["dp"], (Shard(0),))
