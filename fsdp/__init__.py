@@ -23,7 +23,7 @@ from fsdp.commands.planning.comparison import Plan
 from fsdp.commands.planning.measure import measure_links
 from fsdp.commands.planning.plan import plan
 from fsdp.config import MixedPrecisionPolicy, OffloadPolicy, ReductionPolicy
-from fsdp.debug.dump import dump_on_signal
+from fsdp.debug.dump_on_signal import dump_on_signal
 from fsdp.errors import (
     IllegalTransition,
     InputsExhausted,
@@ -34,7 +34,7 @@ from fsdp.errors import (
     StateMismatch,
     WorldError,
 )
-from fsdp.params.use_outside_forward import full_tensor, to_local
+from fsdp.params.gathered_copies import full_tensor, to_local
 from fsdp.runtime.uneven.common_path import empty_backward, meet
 from fsdp.runtime.uneven.join import join
 from fsdp.state_dict.ema import EMA

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fsdp.debug import dump
+from fsdp.debug import dump_on_signal
 from tests.support.processes import command, environment
 from tools.failures import APART, LATE, NOT_REACHED, PAGE, PHASES, RECOVERED, STRATEGIES, TOO_LATE, cell, tight
 
@@ -354,11 +354,11 @@ def settings_of_batch() -> "hypothesis.settings":
 @contextmanager
 def no_engine_left() -> Iterator[None]:
     """Raises AssertionError if an engine that is made inside lives on."""
-    others = set(dump._snapshots)
+    others = set(dump_on_signal._snapshots)
     yield
     gc.collect()
     end = time.monotonic() + LATE_CLEAN_UP
-    while (left := dump._snapshots - others) and time.monotonic() < end:
+    while (left := dump_on_signal._snapshots - others) and time.monotonic() < end:
         time.sleep(0.01)
         gc.collect()
     assert not left, f"{len(left)} engines are left"

@@ -10,7 +10,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 
 from fsdp.comm.open_communicators import ProcessGroup, open_routed
-from fsdp.params.use_outside_forward import backward_without_a_loss
+from fsdp.params.gathered_copies import backward_without_a_loss
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_in, unit_ref_of
 from state_machine import Event, Request

@@ -3,7 +3,7 @@
 [Note: full values on use]
 `full_parameters` sees each call of a torch function (TorchFunctionMode) and gives it full values in place of shards. Code of this
 package needs the shards, so calls of it pass. The innermost frame that is not torch's says whose call it is.
-A full value is a function of the unsharded parameter (use_outside_forward.py): its gradient arrives there, and is reduced like
+A full value is a function of the unsharded parameter (gathered_copies.py): its gradient arrives there, and is reduced like
 others. One gather serves all parameters of a flat buffer. When to gather again must be decided alike on every rank, so nothing
 asks the version counters of the shards: a rank without elements of a unit never sees them change. They only serve to refuse.
 """
@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp.autograd.frames import called_by_this_package, stepping_optimizer
 from fsdp.errors import ShardingError
+from fsdp.params.gathered_copies import GatheredCopies
 from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
-from fsdp.params.use_outside_forward import GatheredCopies
 from fsdp.runtime.registry import UnitRef, units_in
 from state_machine import Event
 

@@ -9,7 +9,7 @@ from fsdp.building.copies import ATTRIBUTES, Copier
 from fsdp.building.other_engines import accept_other_engines, refuse_other_engines
 from fsdp.comm.context import CommContext
 from fsdp.debug.delays import delayed
-from fsdp.debug.dump import remember
+from fsdp.debug.dump_on_signal import remember
 from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import make_streams
 from fsdp.params.module_tree import ModuleTree

@@ -27,7 +27,7 @@ from fsdp.checkpoint.hf_safetensors import (
     write_index,
 )
 from fsdp.checkpoint.manifest import NAME, read_manifest
-from fsdp.checkpoint.progress import Progress
+from fsdp.checkpoint.progress_bar import Progress
 from fsdp.checkpoint.save import RANDOM, CheckpointWriter, pack, unpack
 from fsdp.comm.communicator import SingleRankCommunicator
 from fsdp.errors import ShardingError, require_package

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.checkpoint.atomic_folder import not_written, writing
-from fsdp.checkpoint.progress import Progress, ProgressOption
+from fsdp.checkpoint.progress_bar import Progress, ProgressOption
 from fsdp.comm.agreement import agree_on_refusals
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.joint_gather import broadcast_all

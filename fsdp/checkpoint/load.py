@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fsdp.checkpoint import saved_grads
 from fsdp.checkpoint.manifest import NAME, Manifest, read_manifest
 from fsdp.checkpoint.own_values import refuse_lost_versions, seen_by
-from fsdp.checkpoint.progress import Progress, ProgressOption
+from fsdp.checkpoint.progress_bar import Progress, ProgressOption
 from fsdp.checkpoint.rng import restore_random_states
 from fsdp.checkpoint.save import EMA_PART, RANDOM, RANK_MARK, Pathlike, layout_entry, unpack
 from fsdp.comm.agreement import agree_on_refusals

@@ -20,7 +20,7 @@ from fsdp.checkpoint import own_values, saved_grads
 from fsdp.checkpoint.atomic_folder import begin, hide, not_written, publish, remove_leftovers, removed_on_failure
 from fsdp.checkpoint.background import Saving, finished, run_in_background, wait_for_last
 from fsdp.checkpoint.manifest import NAME, Manifest, read_manifest
-from fsdp.checkpoint.progress import Progress, ProgressOption
+from fsdp.checkpoint.progress_bar import Progress, ProgressOption
 from fsdp.checkpoint.rng import random_states
 from fsdp.comm.agreement import agree_and_gather, agree_on_refusals
 from fsdp.comm.communicator import Communicator

@@ -4,7 +4,7 @@
 While a module shows shards, code may still read its parameters in a forward: a parent that computes with
 `self.child.weight`, a layer called without its unit, a forward hook, a function that activation checkpointing recomputes.
 Such a read needs the full value. It is recognised by the Python stack: the forward of some module runs, or a backward does.
-Then the unit answers the read (use_outside_forward.py). Any other read (an optimizer, a print, a clamp between steps) gets the
+Then the unit answers the read (gathered_copies.py). Any other read (an optimizer, a print, a clamp between steps) gets the
 shard. Listings such as `parameters()` do not pass through here and always give what the module shows.
 
 [Note: gradients that are not reduced yet]

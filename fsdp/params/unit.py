@@ -25,6 +25,7 @@ from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer, SavedShards
+from fsdp.params.gathered_copies import GatheredCopies, ReadCopies, gather_param, local_param
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.shown_params import (
     PendingGrads,
@@ -36,7 +37,6 @@ from fsdp.params.shown_params import (
     touches,
 )
 from fsdp.params.summoned_params import FullParams
-from fsdp.params.use_outside_forward import GatheredCopies, ReadCopies, gather_param, local_param
 from fsdp.params.versions import Versions
 from fsdp.shards.shard_parameter import shard_changes
 

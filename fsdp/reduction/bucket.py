@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fsdp.device.storage import MemoryTracker, ResizableStorage, ReusableBuffer, size_of
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
+from fsdp.params.gathered_copies import RefuseShardGrad
 from fsdp.params.shown_params import grad_of
-from fsdp.params.use_outside_forward import RefuseShardGrad
 from fsdp.reduction.accumulated import AccumulatedGrad
 from fsdp.reduction.sparse import dense
 from fsdp.shards.dtensors import SUMMED, GradForm

@@ -28,10 +28,10 @@ from fsdp.autograd.visits import BackwardPath, Endpoints, ForwardCall, NodePreho
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
+from fsdp.params.gathered_copies import RefuseShardGrad
 from fsdp.params.param_info import kept_accumulator
 from fsdp.params.unit import Unit, UnitObserver
-from fsdp.params.use_outside_forward import RefuseShardGrad
-from fsdp.runtime.final_callback import UNWINDING
+from fsdp.runtime.backward_end import UNWINDING
 from fsdp.runtime.passes import Passes
 from fsdp.runtime.refuse_copy import RefuseCopy
 from state_machine import Event

@@ -20,7 +20,7 @@ from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
 from fsdp.reduction.reducer import Reducer
 from fsdp.reduction.stats import StepStats
-from fsdp.runtime.final_callback import PendingBackward
+from fsdp.runtime.backward_end import PendingBackward
 from fsdp.runtime.path_policy import PassWatcher, PathPolicy
 from state_machine import (
     Action,

@@ -14,7 +14,7 @@ are in fsdp/runtime. In the order of a step:
     begin_backward     JOIN_BACKWARD, of the first unit               the kind of the backward; its final callback
     add_gradient       backward_hooks.py, at a unit's first gradient  GRAD_ACCUMULATED
     post_backward      backward_hooks.py, when autograd has left      POST_BACKWARD: RESHARD, REDUCE_GRADS (fsdp/reduction)
-    finalize_backward  the final callback (final_callback.py)         FINAL_CALLBACK for all units: FLUSH_GRADS, then COMMIT
+    finalize_backward  the final callback (backward_end.py)           FINAL_CALLBACK for all units: FLUSH_GRADS, then COMMIT
     commit             COMMIT                                         waits for all reductions once; `.grad` of the shards
 """
 
@@ -33,8 +33,8 @@ from fsdp.debug.error_notes import add_note_to_what_ends_the_backward
 from fsdp.errors import ShardingError
 from fsdp.params.module_tree import ModuleTree, refuse_transforms
 from fsdp.params.unit import Unit
+from fsdp.runtime.backward_end import kind_of_backward
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.final_callback import kind_of_backward
 from fsdp.runtime.launch_gathers import Gathers
 from fsdp.runtime.path_policy import PathPolicy
 from fsdp.runtime.stale_params import StaleParams

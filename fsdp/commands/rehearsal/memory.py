@@ -18,7 +18,7 @@ from fsdp.commands.rehearsal.hardware import Device
 from fsdp.commands.rehearsal.kernels import attention_flops
 from fsdp.commands.rehearsal.recall import Recall, is_collective, opens
 from fsdp.device.storage import MemoryTracker, size_of, storage_key
-from fsdp.params.use_outside_forward import to_local
+from fsdp.params.gathered_copies import to_local
 from fsdp.shards.shard_tensor import local_operators
 
 OPTIMIZER_STATE: Final = "optimizer state"

@@ -30,8 +30,8 @@ from fsdp.commands.rehearsal.recall import Recall, Recalling
 from fsdp.commands.rehearsal.rehearsed_communicator import Collective, RehearsedRank, last_of_reductions
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
+from fsdp.params.gathered_copies import to_local
 from fsdp.params.unit import Unit
-from fsdp.params.use_outside_forward import to_local
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_in
 

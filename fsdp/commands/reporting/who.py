@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fsdp.commands.reporting.formats import table
-from fsdp.debug.run_dir import ANSWER, QUESTION, RUN_DIR
+from fsdp.debug.answer_who import ANSWER, QUESTION, RUN_DIR
 from fsdp.errors import ShardingError, name_ranks
 from fsdp.file_errors import file_errors
 

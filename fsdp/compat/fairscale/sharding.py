@@ -21,8 +21,8 @@ from fsdp.compat.shared.plain_group import shared_group
 from fsdp.config import MixedPrecisionPolicy, OffloadPolicy, ReductionPolicy
 from fsdp.device.streams import current_accelerator
 from fsdp.errors import ShardingError
+from fsdp.params.gathered_copies import full_tensor
 from fsdp.params.module_tree import IGNORED
-from fsdp.params.use_outside_forward import full_tensor
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import unit_ref_of
 

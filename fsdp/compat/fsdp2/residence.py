@@ -6,7 +6,7 @@ from functools import partial
 from torch import nn
 
 from fsdp.errors import ShardingError
-from fsdp.params.use_outside_forward import backward_without_a_loss
+from fsdp.params.gathered_copies import backward_without_a_loss
 from fsdp.runtime.prefetch import PrefetchSchedule
 from fsdp.runtime.registry import UnitRef, refuse_unless_resting, unit_ref_of
 from state_machine import Event, Request, ReshardPolicy, State

@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp.errors import ShardingError, name_ranks
 from fsdp.params.flat_buffer import FlatBuffer
-from fsdp.params.use_outside_forward import backward_without_a_loss
+from fsdp.params.gathered_copies import backward_without_a_loss
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.path_policy import PathPolicy
 from fsdp.runtime.prefetch import PassSchedules, PrefetchSchedule

@@ -14,7 +14,7 @@ from fsdp.comm.failure.pending_call import PendingCall, Wait
 from fsdp.comm.simulated import SimulatedCommunicator
 from fsdp.commands.main import main
 from fsdp.commands.reporting.who import answers_in, table_of
-from fsdp.debug.run_dir import QUESTION, RUN_DIR, RankAnswers
+from fsdp.debug.answer_who import QUESTION, RUN_DIR, RankAnswers
 from fsdp.runtime.registry import engines_in
 
 HANGS = """

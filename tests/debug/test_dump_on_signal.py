@@ -12,7 +12,7 @@ import torch
 import fsdp
 from fsdp.comm.failure.pending_call import PendingCall, Wait
 from fsdp.comm.simulated import SimulatedCommunicator
-from fsdp.debug.dump import DUMP, dump
+from fsdp.debug.dump_on_signal import DUMP, dump
 from tests.debug.test_error_notes import raising
 from tests.support.processes import Rank, start_rank
 
@@ -95,7 +95,7 @@ def test_a_wait_and_the_collectives_of_shared_communicators_are_notified_once(mo
     monkeypatch.setattr(SimulatedCommunicator, "waits", lambda comm: Wait(0.0, call, 0, (1,)) if comm.name == "shard" else None)
 
     # what waits is said once in a dump, perhaps below a model that another test has left
-    monkeypatch.setattr("fsdp.debug.dump._snapshots", set())
+    monkeypatch.setattr("fsdp.debug.dump_on_signal._snapshots", set())
 
     def one_rank(rank: int) -> tuple[str, str]:
         one, other = (fsdp.fully_shard(torch.nn.Linear(2, 2)) for _ in range(2))

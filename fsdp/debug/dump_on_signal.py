@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Final
 
+from fsdp.debug.answer_who import FRAMES, answer_questions
 from fsdp.debug.error_notes import communicator_lines, lines_of
-from fsdp.debug.run_dir import FRAMES, answer_questions
 from fsdp.debug.snapshot import EngineSnapshot
 from fsdp.errors import ShardingError
 from fsdp.log import write_to_stderr
