@@ -30,7 +30,8 @@ the residencies, and the reducer has one `BucketQueue`, which holds the buckets 
    action REDUCE_GRADS goes to UNITS; if the unit is done for the first time, its buckets get POST_BACKWARD. A bucket is launched
    when its table allows it (OFFER) and its group has its turn in the agreed order.
 5. The final callback ends the backward (`end_backward`): every unit of the root gets FINAL_CALLBACK, FINAL_CALLBACK_NO_SYNC,
-   BACKWARD_FAILED or STEP_ABANDONED. Everything that can fail comes before the first COMMIT or ACCUMULATE_UNSHARDED.
+   BACKWARD_FAILED or STEP_ABANDONED. Everything that can fail, the wait for reductions included, comes before the first gradient
+   is put into `.grad` by a COMMIT, or kept by an ACCUMULATE_UNSHARDED.
 6. With `uneven_paths`, a gather that a rank wants first goes through Paths, which says what this rank gathers passively before.
    The other machines do not know of it: what is gathered passively has memory of its own.
 

@@ -173,7 +173,7 @@ class BackwardState(MachineEnum):
     RUNNING_NO_SYNC = auto()
     """A backward runs whose gradients are not reduced: it began under `no_sync`."""
     RUNNING_NO_GRADS = auto()
-    """A backward runs that began as `torch.autograd.grad`. It accumulates no gradient in a parameter, so no rank reduces."""
+    """A backward runs that began as `torch.autograd.grad`. It has accumulated no gradient in a parameter, so no rank reduces."""
 
 
 class BackwardEvent(MachineEnum):
@@ -212,7 +212,7 @@ class BackwardStep(NamedTuple):
     event: E | None = None
     """For UNIT_COMPLETE, the event of that unit; else the event of every unit of the root."""
     queue_callback: bool = False
-    """Whether the final callback must be queued now."""
+    """Whether this is the first unit that joins: it keeps the action JOIN_BACKWARD, which queues the final callback."""
 
 
 def _running(state: BackwardState, arrives: BackwardState, complete: E, ends: E) -> Mapping[BackwardEvent, BackwardStep]:
