@@ -35,11 +35,12 @@ class JointGather:
         self._allocate = allocate
         self._sizes = [place.shape[1] for place in places]
         self._joint = places[0].new_empty(comm.size, sum(self._sizes))
+        mine = self._joint[comm.rank]
         if len(own) == 1:
-            self._joint[comm.rank].copy_(own[0])
+            mine.copy_(own[0])
         else:
-            torch.cat([*own], out=self._joint[comm.rank])
-        self._work: Work | None = comm.all_gather(self._joint.view(-1), label)
+            torch.cat([*own], out=mine)
+        self._work: Work | None = comm.all_gather(self._joint.view(-1), label, mine)
         count("scratch", self._joint.numel())
 
     def wait(self) -> None:

@@ -9,6 +9,7 @@ on the wire directly.
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Final
 
 import torch
 from torch import Size, Tensor
@@ -16,6 +17,9 @@ from torch import Size, Tensor
 from fsdp.device.storage import Cutter
 from fsdp.params.layout import Layout
 from fsdp.params.placement import Placement
+
+_LARGE: Final = 2**14
+"""Average elements of a gradient from which on a pass over the memory costs more than one operator for each gradient."""
 
 
 class Wire:
@@ -41,9 +45,22 @@ class Wire:
         """The same parts of a full tensor of the shape of parameter `index`: views."""
         return (full,)
 
-    def parts_of_all(self, full: list[Tensor]) -> list[Tensor]:
-        """The parts of one full tensor for each parameter, one after the other."""
+    def fill(self, wire: Tensor, parts: list[Tensor], full: list[Tensor], divisor: float) -> None:
+        """Copy one full tensor for each parameter, divided, into such a tensor. `parts`: all of `views_of(wire)`."""
+        is_large = wire.device.type == "cpu" and wire.numel() >= _LARGE * len(parts)
+        if divisor != 1 and is_large and full[0].dtype is wire.dtype:
+            for part, one in zip(parts, self._parts_of_all(full), strict=True):
+                torch.div(one, divisor, out=part)
+            return
+        self._copy(wire, parts, full)
+        if divisor != 1:
+            wire.div_(divisor)
+
+    def _parts_of_all(self, full: list[Tensor]) -> list[Tensor]:
         return full
+
+    def _copy(self, wire: Tensor, parts: list[Tensor], full: list[Tensor]) -> None:
+        torch._foreach_copy_(parts, full)
 
     def full_params(self, wire: Tensor) -> list[Tensor]:
         """Each full parameter in such a tensor: a view, or a copy if there is none."""
@@ -65,16 +82,16 @@ class Wire:
 class WireOfSegments(Wire):
     """The same for a flat buffer of several segments. See [Note: order on the wire]."""
 
-    __slots__ = ("_shapes", "_single_shapes")
+    __slots__ = ("_is_chunked", "_shapes")
 
     def __init__(self, layout: Layout, placements: Sequence[Placement], cutter: Cutter) -> None:
         super().__init__(layout, placements, cutter)
         self._shapes: list[list[tuple[int, ...]]] = [self._shapes_of(index) for index in range(len(layout.slots))]
         """Of each parameter the shapes of its parts on the wire: (ranks, rows, *row) for those ranks that have a full slice, and
         (rows, *row) for the rank that has a short one. A part without rows is left out."""
-        is_single = all([len(shapes) == 1 for shapes in self._shapes]) and not any([one.dim for one in placements])
-        self._single_shapes = [shapes[0] for shapes in self._shapes] if is_single else None
-        """The shapes, if each parameter is one part and lies in memory as on the wire."""
+        is_packed = len(layout.segments) == len(layout.slots) and all([slot.numel for slot in layout.slots])
+        self._is_chunked = is_packed and not any([one.dim for one in placements])
+        """Whether the chunk of a rank is one slice after the other, of each parameter one as it lies in memory: no padding."""
 
     def _shapes_of(self, index: int) -> list[tuple[int, ...]]:
         slot = self._layout.slots[index]
@@ -118,10 +135,15 @@ class WireOfSegments(Wire):
             start += rows
         return parts
 
-    def parts_of_all(self, full: list[Tensor]) -> list[Tensor]:
-        if self._single_shapes is not None:
-            return [*map(Tensor.view, full, self._single_shapes)]
+    def _parts_of_all(self, full: list[Tensor]) -> list[Tensor]:
         return [part for index, one in enumerate(full) for part in self.parts_of(index, one)]
+
+    def _copy(self, wire: Tensor, parts: list[Tensor], full: list[Tensor]) -> None:
+        if self._is_chunked:  # one operator in place of one view for each part, as torch's fully_shard does it
+            ranks = self._layout.num_shards
+            torch._chunk_cat(full, 0, ranks, out=wire.view(ranks, -1))
+        else:
+            torch._foreach_copy_(parts, self._parts_of_all(full))
 
     def full_params(self, wire: Tensor) -> list[Tensor]:
         copies = []

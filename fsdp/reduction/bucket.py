@@ -24,8 +24,6 @@ from fsdp.shards.shard_tensor import plain, quick_attributes
 _GRAD: Final = attrgetter("grad")
 _DTYPE: Final = attrgetter("dtype")
 _IS_SPARSE: Final = attrgetter("is_sparse")
-_LARGE: Final = 2**14
-"""Average elements of a gradient from which on a pass over the memory costs more than one call for each gradient."""
 
 
 class Bucket:
@@ -262,8 +260,7 @@ class Bucket:
             and not any(map(_IS_SPARSE, gradients))
         ):
             self.local_used, self.all_local_used = self.all_used, True
-            full = flat.wire.parts_of_all(gradients)
-            _copy_divided(into, parts, full, divisor)
+            flat.wire.fill(into, parts, gradients, divisor)
             for form, of_form in terms.items():
                 form.add_up(of_form)
             return
@@ -427,15 +424,3 @@ class Bucket:
         if alternative is not None and alternative[0].data_ptr() == reduced.data_ptr():
             return [alternative[1][i] for i in flat.local_params]  # it was reduced where it was filled
         return flat.local_cutter.views_of(reduced)
-
-
-def _copy_divided(buffer: Tensor, views: list[Tensor], gradients: list[Tensor], divisor: float) -> None:
-    """Copy gradients into the views of a buffer, divided; large ones on the host in one pass over the memory."""
-    is_large = buffer.device.type == "cpu" and buffer.numel() >= _LARGE * len(views)
-    if divisor == 1 or not is_large or gradients[0].dtype != buffer.dtype:
-        torch._foreach_copy_(views, gradients)
-        if divisor != 1:
-            buffer.div_(divisor)
-        return
-    for view, gradient in zip(views, gradients, strict=True):
-        torch.div(gradient, divisor, out=view)
