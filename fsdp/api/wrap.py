@@ -32,7 +32,7 @@ from fsdp.building.shardable import (
 )
 from fsdp.building.torch_policies import PrecisionFields, offload_of, precision_of
 from fsdp.comm.context import CommContext
-from fsdp.comm.dtensor_mesh import groups_around, mesh_around, open_mesh, ranks_around
+from fsdp.comm.dtensor_mesh import groups_around, open_mesh, ranks_around
 from fsdp.comm.open_communicators import Mesh, ProcessGroup, open_across, open_comms, open_routed
 from fsdp.config import Config, ReductionPolicy, find_strategy, make_config
 from fsdp.errors import ShardingError
@@ -126,8 +126,7 @@ def fully_shard(
         plan = _plan(modules, auto_wrap_policy, ignored_modules, ignored_params)
         config = with_dtensors(config, plan)
         _check_plan(plan, comms, config, modules[0])
-        joint_mesh = None if dtensors else mesh_around(mesh, given)  # FSDP2's are on its mesh alone
-        choose_cuts(plan, config, mesh, shard_placement_fn, comms, joint_mesh)
+        choose_cuts(plan, config, mesh, shard_placement_fn, comms, is_implied=not dtensors)
         choose_dtypes(plan, config, mp_policy)
         check_initialisation(plan, param_init_fn)
         return config, plan
@@ -227,8 +226,8 @@ class FullyShardedDataParallel(nn.Module):
             gradient. Default False: the operators of a shard compute over all ranks, or raise.
         dtensors: True makes the shards torch's DTensors, as in FSDP2: new Parameter objects with `placements`, `to_local()` and
             `full_tensor()`, which torch's functions for state dicts and clipping know. Each parameter is cut evenly. A
-            DTensor that tensor parallelism has made is cut once more; it makes all shards DTensors, on its mesh too. Make
-            the optimizer after wrapping. Refused: "NO_SHARD", a parameter without dimensions. Default False.
+            DTensor that tensor parallelism has made is cut once more. Make the optimizer after wrapping. Refused: "NO_SHARD", a
+            parameter without dimensions. Default False: only if a parameter is a DTensor. Then all shards are on one mesh.
         shard_placement_fn: with `dtensors`, a function that returns `Shard(dim)` for a parameter to be cut along `dim`, or None.
             Default None: between rows, Shard(0). Shards along another dimension are not contiguous. FSDP2's
             `ShardPlacementResult` cuts it over a mesh of its own, over some of the ranks: an expert's.

@@ -77,12 +77,10 @@ def intercept_engine_calls(translate: Callable[[EngineCall], tuple[Any, ...]]) -
 
 
 def free_queued_work() -> None:
-    """Free what a failed backward has left in autograd's queue of this thread, as any later backward does.
+    """If a backward has failed in this thread, free what it has left in autograd's queue, as any later backward does.
 
-    Otherwise the thread frees it after its last line of Python. If the program ends meanwhile, the process aborts: "terminate
-    called without an active exception". Not if no backward has failed: where torch is built for CUDA, a process in which a
-    backward has run can fork none that runs one.
+    Otherwise the thread frees it after its last line of Python. If the program ends meanwhile, the process aborts. If none has
+    failed, nothing may run: where torch is built for CUDA, a process in which a backward has run can fork none that runs one.
     """
     if hasattr(_in_this_thread, "has_left_work"):
-        with torch.enable_grad():
-            torch.zeros((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
+        torch.zeros((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]

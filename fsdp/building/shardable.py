@@ -14,7 +14,7 @@ from fsdp.building.choose_units import Planned, buffers_of
 from fsdp.building.other_engines import other_engine
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.context import CommContext
-from fsdp.comm.dtensor_mesh import check_joins, ranks_around, ranks_of
+from fsdp.comm.dtensor_mesh import check_joins, mesh_around, ranks_around, ranks_of
 from fsdp.config import Config, MeshKind
 from fsdp.errors import ShardingError
 from fsdp.params.param_info import ParamInfo
@@ -76,9 +76,14 @@ def with_dtensors(config: Config, plan: Sequence[Planned]) -> Config:
     """The options for a plan. If a parameter is a DTensor already, as tensor parallelism makes them, all shards are DTensors."""
     if config.plain_shards or config.mesh_kind is MeshKind.REPLICATE:
         return config
-    given = [one.unit.sharded_params if one.unit else [info.parameter for info in one.param_infos] for one in plan]
-    found = any(map(_is_dtensor, chain.from_iterable(given)))
-    return replace(config, dtensors=config.dtensors or found)
+    return replace(config, dtensors=config.dtensors or any(map(_is_dtensor, _parameters_in(plan))))
+
+
+def _parameters_in(plan: Sequence[Planned]) -> Iterator[nn.Parameter]:
+    """The parameters of all units: those of new ones, and the shards of units that were wrapped before."""
+    return chain.from_iterable(
+        one.unit.sharded_params if one.unit else [info.parameter for info in one.param_infos] for one in plan
+    )
 
 
 def check_ranks(name: str, unit: Unit, comms: CommContext, config: Config) -> None:
@@ -125,11 +130,12 @@ def _check_part(what: str, parameters: Mapping[str, Sequence[int]], root: set[in
 
 
 def choose_cuts(
-    plan: Sequence[Planned], config: Config, mesh: Any, placement_of: Any, comms: CommContext, joint_mesh: Any
+    plan: Sequence[Planned], config: Config, mesh: Any, placement_of: Any, comms: CommContext, is_implied: bool
 ) -> None:
     """Note for each parameter of the new units how it is cut, as `placement_of(parameter)` says: the dimension, and the mesh.
 
-    The mesh is None where it is `mesh`, or has its ranks, those of `comms`. `joint_mesh`: see `ParamInfo`.
+    The mesh is None where it is `mesh`, or has its ranks, those of `comms`. `is_implied`: nobody has asked for DTensors, so that
+    all of them may lie on one mesh, which those of FSDP2 do not.
 
     Raises:
         ShardingError: the function chooses something else than a dimension of the parameter, the shards are no DTensors, or a
@@ -139,6 +145,7 @@ def choose_cuts(
         raise ShardingError("shard_placement_fn chooses the placements of DTensors; give dtensors=True, or leave it out.")
     if placement_of is not None and not callable(placement_of):
         raise ShardingError(f"shard_placement_fn must be a function of a parameter, not {placement_of!r}.")
+    joint_mesh = mesh_around(mesh, _parameters_in(plan)) if is_implied else None
     for info in _not_sharded_yet(plan):
         name = info.names[0]
         given: Any = None if placement_of is None else placement_of(info.parameter)

@@ -30,37 +30,52 @@ def ranks_of(mesh: Any) -> tuple[int, ...]:
     return tuple(mesh.mesh.flatten().tolist()) if isinstance(mesh, DeviceMesh) else ()
 
 
+def ranks_of_dims(mesh: DeviceMesh) -> list[tuple[int, ...]]:
+    """For each dimension of a mesh, the ranks along it from this rank's place; none if this rank is not in the mesh."""
+    dims = range(len(mesh.get_coordinate() or ()))
+    return [tuple(c10d.get_process_group_ranks(mesh.get_group(dim))) for dim in dims]
+
+
 def ranks_around(mesh: Any, tensors: Iterable[Any]) -> tuple[int, ...]:
-    """The ranks of `mesh`, and of the meshes over which tensor parallelism has spread some of `tensors`. Does not communicate."""
-    return tuple(sorted({rank for one in _meshes_around(mesh, tensors) for rank in ranks_of(one)}))
+    """The ranks of `mesh`, and of the meshes over which tensor parallelism has spread some of `tensors`. Does not communicate.
+
+    Raises:
+        ShardingError: some are spread over other dimensions than others.
+    """
+    found = [{*ranks_of(mesh)}]
+    for own in _meshes_of(mesh, tensors):
+        found.append({*ranks_of(own)})
+        if not found[0] <= found[-1]:
+            try:
+                found[-1] = {*ranks_of(DeviceMesh._concatenate([mesh, own]))}
+            except (RuntimeError, TypeError):
+                del found[-1]  # `check_joins` refuses it, if it does not lie inside `mesh`
+    together = set().union(*found)
+    if together not in found:
+        what = "some parameters are DTensors over one dimension of the device mesh, and some over another one"
+        raise ShardingError(f"{what}: parallelise all of them over the same dimensions.")
+    return tuple(sorted(together))
 
 
 def mesh_around(mesh: Any, tensors: Iterable[Any]) -> DeviceMesh | None:
-    """The mesh of the dimensions of `mesh` and of tensor parallelism, on which some of `tensors` lie. Does not communicate.
+    """The mesh whose first dimensions are those of `mesh`, and the others those over which some of `tensors` are spread.
 
-    None if there is none, or more than one.
+    None if they are spread over none, or some over other dimensions than others. Does not communicate.
     """
-    joined = _meshes_around(mesh, tensors)[1:]
-    return joined[0] if len(joined) == 1 else None
-
-
-def _meshes_around(mesh: Any, tensors: Iterable[Any]) -> list[DeviceMesh]:
-    """`mesh`, and its joins with each mesh over which some of `tensors` are spread."""
-    if not isinstance(mesh, DeviceMesh):
-        return []
-    found = {mesh: None}
-    for own in _meshes_of(tensors):
-        is_joined = {*(mesh.mesh_dim_names or "?")} <= {*(own.mesh_dim_names or ())}
+    found: dict[DeviceMesh, None] = {}
+    for own in _meshes_of(mesh, tensors):
+        mine, theirs = ([one.get_group(dim) for dim in range(one.ndim)] for one in (mesh, own))
         try:
-            found[own if is_joined else DeviceMesh._concatenate([mesh, own])] = None
+            found[own if mine == theirs[: mesh.ndim] != theirs else DeviceMesh._concatenate([mesh, own])] = None
         except (RuntimeError, TypeError):
-            continue  # `check_joins` refuses it, if it is that of a new parameter
-    return list(found)
+            continue  # it shares ranks with `mesh`, or `check_joins` refuses it
+    return next(iter(found)) if len(found) == 1 else None
 
 
-def _meshes_of(tensors: Iterable[Any]) -> dict[DeviceMesh, None]:
-    """The meshes over which tensor parallelism has spread some of `tensors`."""
-    return dict.fromkeys(own for one in tensors if (own := getattr(one, "device_mesh", None)) is not None)
+def _meshes_of(mesh: Any, tensors: Iterable[Any]) -> dict[DeviceMesh, None]:
+    """The meshes over which some of `tensors` are spread; none if `mesh` is no DeviceMesh."""
+    is_mesh = isinstance(mesh, DeviceMesh)
+    return dict.fromkeys(own for one in tensors if is_mesh and (own := getattr(one, "device_mesh", None)) is not None)
 
 
 def is_part(mesh: Any) -> bool:
@@ -79,7 +94,7 @@ def groups_around(mesh: Any, tensors: Iterable[Any]) -> list[ProcessGroup]:
     of_root = [root.get_group(dim) for dim in range(root.ndim) if 1 < root.size(dim) < mesh.size()]
     inside = [group for group in of_root if ranks.issuperset(c10d.get_process_group_ranks(group))]
     mine = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    found = dict.fromkeys([*(own.get_group(dim) for own in _meshes_of(tensors) for dim in range(own.ndim)), *inside])
+    found = dict.fromkeys([*(own.get_group(dim) for own in _meshes_of(mesh, tensors) for dim in range(own.ndim)), *inside])
     return [group for group in found if group not in mine]
 
 

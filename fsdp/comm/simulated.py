@@ -370,9 +370,11 @@ class _World:
             results[rank] = fn(rank)
         except BaseException as failure:
             self._failures[rank] = failure
-        free_queued_work()
-        self._rank_slots[rank].over = True
-        self._pass_turn(self._choose())
+        try:
+            free_queued_work()
+        finally:
+            self._rank_slots[rank].over = True
+            self._pass_turn(self._choose())
 
     def epoch_of(self, family: str, rank: int) -> int:
         """The number of steps that a rank has abandoned on a family of communicators."""

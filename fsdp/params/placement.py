@@ -21,7 +21,7 @@ A parameter may be a DTensor before wrapping, which tensor parallelism has made.
 parameter is a DTensor over the same mesh as before, and the shard is a DTensor over both meshes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -29,6 +29,7 @@ import torch
 from torch import Size, Tensor, nn
 
 from fsdp.comm.communicator import Communicator
+from fsdp.comm.dtensor_mesh import ranks_of
 from fsdp.config import Config, MeshKind
 from fsdp.errors import ShardingError
 from fsdp.params.layout import Layout, make_layout, make_row_layout
@@ -353,13 +354,16 @@ class DTensorPlacement(Placement):
 
     @property
     def coordinates(self) -> tuple[int, ...]:
-        return tuple([here for *_, here in cuts_of(self._spec.mesh, self._spec.placements)])
+        return tuple([coordinate for coordinate, placement in self._here() if not placement.is_replicate()])
 
     def counts_among(self, ranks: Sequence[int], is_first: bool) -> bool:
         # ranks in another dimension than those of its mesh have copies of it: the mesh of the first rank counts
-        has_first = not ranks or ranks[0] in self.ranks
-        here = zip(self._spec.mesh.get_coordinate(), self._spec.placements, strict=True)
-        return has_first and not any([coordinate for coordinate, placement in here if placement.is_replicate()])
+        has_first = not ranks or ranks[0] in ranks_of(self._spec.mesh)
+        return has_first and not any([placement.is_replicate() and coordinate for coordinate, placement in self._here()])
+
+    def _here(self) -> Iterator[tuple[int, Any]]:
+        """This rank's coordinate in each dimension of the mesh, and how the parameter lies along it."""
+        return zip(self._spec.mesh.get_coordinate(), self._spec.placements, strict=True)
 
     @property
     def is_row_range(self) -> bool:
@@ -434,12 +438,10 @@ class DTensorPlacement(Placement):
         return super().value(name, local) if self.is_row_range else self.as_shard(plain(local))
 
     def part_of_value(self, given: Any) -> Tensor | None:
-        local = local_of(given)
-        if local is None:
-            return super().part_of_value(given)
-        spec = self._spec
-        cuts = [cuts_of(mesh, how) for mesh, how in ((given.device_mesh, given.placements), (spec.mesh, spec.placements))]
-        return local if given.shape == spec.tensor_meta.shape and cuts[0] == cuts[1] else None
+        local, spec = local_of(given), self._spec
+        # there may be copies on other ranks, as FSDP2 has none of what tensor parallelism has not cut
+        is_alike = local is not None and given.shape == spec.tensor_meta.shape and cuts_of(given._spec) == cuts_of(spec)
+        return local if is_alike else super().part_of_value(given)
 
     def part_of_given(self, operation: str, name: str, given: Any, parameter: nn.Parameter) -> Tensor:
         local = local_of(given)

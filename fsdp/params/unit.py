@@ -482,7 +482,6 @@ class Unit:
 
     def prepare_all_gather(self) -> Sequence[tuple[FlatBuffer, Tensor]]:
         """Each flat buffer to be gathered, with this rank's chunk, see `FlatBuffer.begin_gather`."""
-        self.refuse_put_away()
         return [(flat, own) for flat in self.flats if (own := flat.begin_gather(self._tracker, self._streams)) is not None]
 
     def add_works(self, works: Iterable[Work]) -> None:

@@ -52,14 +52,14 @@ class Wire:
             for part, one in zip(parts, self._parts_of_all(full), strict=True):
                 torch.div(one, divisor, out=part)
             return
-        self._copy(wire, parts, full)
+        self._copy(wire, parts, full, is_large)
         if divisor != 1:
             wire.div_(divisor)
 
     def _parts_of_all(self, full: list[Tensor]) -> list[Tensor]:
         return full
 
-    def _copy(self, wire: Tensor, parts: list[Tensor], full: list[Tensor]) -> None:
+    def _copy(self, wire: Tensor, parts: list[Tensor], full: list[Tensor], is_large: bool) -> None:
         torch._foreach_copy_(parts, full)
 
     def full_params(self, wire: Tensor) -> list[Tensor]:
@@ -138,8 +138,9 @@ class WireOfSegments(Wire):
     def _parts_of_all(self, full: list[Tensor]) -> list[Tensor]:
         return [part for index, one in enumerate(full) for part in self.parts_of(index, one)]
 
-    def _copy(self, wire: Tensor, parts: list[Tensor], full: list[Tensor]) -> None:
-        if self._is_chunked:  # one operator in place of one view for each part, as torch's fully_shard does it
+    def _copy(self, wire: Tensor, parts: list[Tensor], full: list[Tensor], is_large: bool) -> None:
+        # one operator in place of one view for each part, as torch's fully_shard does it; on the host it copies uneven rows twice
+        if self._is_chunked and not is_large:
             ranks = self._layout.num_shards
             torch._chunk_cat(full, 0, ranks, out=wire.view(ranks, -1))
         else:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fsdp.comm.dtensor_mesh import ranks_of
+from fsdp.comm.dtensor_mesh import ranks_of, ranks_of_dims
 from fsdp.errors import ShardingAssertion, ShardingError
 
 if TYPE_CHECKING:
@@ -64,9 +64,8 @@ def specs_of(mesh: Mesh, parameter: Tensor, dim: int, joint_mesh: Mesh | None) -
     replicas = (Replicate(),) * (mesh.ndim - 1)
     given: Any = getattr(parameter, "_spec", None)
     if given is None:
-        joined = joint_mesh or mesh
-        copies = (Replicate(),) * (joined.ndim - mesh.ndim)
-        return DTensorSpec(joined, (*replicas, Shard(dim), *copies), meta), None, ranks_of(mesh)
+        on = joint_mesh or mesh
+        return DTensorSpec(on, (*replicas, Shard(dim), *(Replicate(),) * (on.ndim - mesh.ndim)), meta), None, ranks_of(mesh)
     # Tensor parallelism has cut the parameter first, so a dimension that both cut is in two steps of strides.
     parts = given.num_shards_map[dim]
     mine: Any = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
@@ -75,10 +74,10 @@ def specs_of(mesh: Mesh, parameter: Tensor, dim: int, joint_mesh: Mesh | None) -
     return shard, DTensorSpec(given.mesh, given.placements, meta), ranks_of(joined)
 
 
-def cuts_of(mesh: Mesh, placements: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """For each dimension of a mesh along which a tensor is cut: how, into how many parts, and which of them this rank has."""
-    dims = zip(placements, mesh.shape, mesh.get_coordinate() or (), strict=False)
-    return [(placement, *rest) for placement, *rest in dims if not placement.is_replicate()]
+def cuts_of(spec: Any) -> list[tuple[Any, tuple[int, ...]]]:
+    """How a DTensorSpec of torch cuts a tensor along dimensions of its mesh, each time with the ranks; empty on another rank."""
+    pairs = zip(spec.placements, ranks_of_dims(spec.mesh), strict=False)
+    return [(placement, ranks) for placement, ranks in pairs if not placement.is_replicate()]
 
 
 def local_of_full(full: Tensor, spec: Any) -> Tensor:
@@ -130,10 +129,9 @@ def form_of(gradient: Any, spec: Any) -> GradForm | None:
 
 
 def full_with_grad(unsharded: Any, data_ranks: Sequence[int]) -> Tensor:
-    """The full tensor of a DTensor, differentiable. Communicates, in the backward too if gradients are averaged over its mesh.
+    """The full tensor of a DTensor, differentiable. Communicates, in the backward too if its mesh is one of `data_ranks`.
 
-    `data_ranks`: those that have data of their own, over which gradients are averaged. Other ranks compute the same, and each has
-    the gradient already.
+    `data_ranks` have data of their own: gradients are averaged over them. Others compute the same, and have the gradient already.
     """
     from torch.distributed.tensor import Partial, Replicate
 

@@ -290,16 +290,25 @@ def test_the_collectives_of_experts_are_among_those_who_share_them(rank: int) ->
     assert not any("experts" in call for name in ("shard", "reduce") for call in found[name])
 
 
-@pytest.mark.parametrize("spread", [["up", "down"], ["up"], []])
-@on_ranks(4, refuses="nothing says what the others have in place of")
-def test_what_the_other_ranks_have_must_be_known(rank: int, spread: list[str]) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-    model = make()
-    model[0].experts.scale = nn.Parameter(torch.ones(3))
-    for name in spread:
-        setattr(model[0].experts, name, nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["ep"], [Shard(0)])))
+@pytest.mark.parametrize("name", ["up", "down", "scale"])
+@on_ranks(4)
+def test_what_the_other_ranks_have_must_be_known(rank: int, name: str) -> None:
+    model, mesh = prepared()
+    setattr(model[0].experts, name, nn.Parameter(torch.ones(EXPERTS)))
     fsdp.fully_shard(model[0].experts, mesh=mesh["edp"])
-    fsdp.fully_shard(model, mesh=mesh["edp", "ep"]._flatten("dp"))
+    with pytest.raises(fsdp.ShardingError, match=f"the others have in place of '{name}': make it a DTensor over"):
+        fsdp.fully_shard(model, mesh=mesh["edp", "ep"]._flatten("dp"))
+
+
+@on_ranks(4)
+def test_a_mesh_with_the_names_of_another_is_no_part_of_it(rank: int) -> None:
+    model, mesh = prepared()
+    root = init_device_mesh("cpu", (4,), mesh_dim_names=("edp",))
+    for block in model[:2]:
+        fsdp.fully_shard(block.experts, mesh=mesh["edp"])
+    fsdp.fully_shard(model, mesh=root)
+    assert model[2].weight.device_mesh == root
+    torch.testing.assert_close(fsdp.full_state_dict(model, rank0_only=False), make().state_dict(), rtol=0, atol=0)
 
 
 @on_ranks(4, refuses="with a strategy that shares the work in another way; wrap all units")

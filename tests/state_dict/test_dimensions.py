@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -77,7 +77,8 @@ def build(kind: str, model: nn.Sequential | None = None, **options: Any) -> nn.S
         return fsdp.fully_shard(model, auto_wrap_policy={Block}, dtensors=True, shard_placement_fn=choose, **options)
     is_hybrid = kind.endswith("replicas")
     shape, names = ((2, 2, 2), ("replica", "dp", "tp")) if is_hybrid else ((2, 2), ("dp", "tp"))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    order = [1, 0, 3, 2] if kind.startswith("permuted") else range(ranks_of(kind))
+    mesh = DeviceMesh("cpu", torch.tensor(order).view(shape), mesh_dim_names=names)
     for block in model[:2]:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     data, strategy = (mesh["replica", "dp"], "HYBRID_SHARD") if is_hybrid else (mesh["dp"], "FULL_SHARD")
@@ -306,7 +307,7 @@ def clip_by_torch(model: nn.Module, most: float, power: float) -> Tensor:
     ("kind", "clip"),
     [
         *((kind, clip_by_torch) for kind in ("tensor parallel", "replicas")),
-        *((kind, fsdp.clip_grad_norm_) for kind in [*KINDS, *BESIDE]),
+        *((kind, fsdp.clip_grad_norm_) for kind in [*KINDS, *BESIDE, "permuted tensor parallel"]),
     ],
 )
 def test_each_element_counts_once_in_the_norm(kind: str, clip: Callable[[nn.Module, float, float], Tensor]) -> None:
@@ -325,6 +326,15 @@ def test_each_element_counts_once_in_the_norm(kind: str, clip: Callable[[nn.Modu
     assert len(set(on_all(kind, program))) == 1
 
 
+@on_ranks(8, refuses="over one dimension of the device mesh, and some over another one")
+def test_tensor_parallelism_is_over_the_same_dimension_everywhere(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "a", "b"))
+    model = plain("tensor parallel")
+    for block, name in zip(model[:2], "ab", strict=True):
+        parallelize_module(block, mesh[name], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fsdp.fully_shard(model, mesh=mesh["dp"])
+
+
 @on_ranks(4)
 def test_what_tensor_parallelism_has_not_cut_lies_on_its_mesh_too(rank: int) -> None:
     model, door = build("tensor parallel"), plain("tensor parallel")
@@ -341,8 +351,10 @@ def test_what_tensor_parallelism_has_not_cut_lies_on_its_mesh_too(rank: int) -> 
         target.load_state_dict({name: one + 1 for name, one in source.items()})
         same(full(target), {name: one + 1 for name, one in plain("tensor parallel").state_dict().items()}, 0.0)
         target.load_state_dict(source)
-    with pytest.raises(fsdp.ShardingError, match=r"'2\.weight' is a DTensor: give what"):
-        model.load_state_dict({**mine, "2.weight": distribute_tensor(torch.zeros(6, 6), mesh["dp"], [Shard(1)])})
+    for other, placement in ((mesh["dp"], Shard(1)), (mesh["tp"], Shard(0))):
+        given = {**mine, "2.weight": distribute_tensor(torch.zeros(6, 6), other, [placement])}
+        with pytest.raises(fsdp.ShardingError, match=r"'2\.weight' is a DTensor: give what"):
+            model.load_state_dict(given)
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (4, 1), (2, 2)])
