@@ -30,10 +30,11 @@ def ranks_of(mesh: Any) -> tuple[int, ...]:
     return tuple(mesh.mesh.flatten().tolist()) if isinstance(mesh, DeviceMesh) else ()
 
 
-def ranks_of_dims(mesh: DeviceMesh) -> list[tuple[int, ...]]:
-    """For each dimension of a mesh, the ranks along it from this rank's place; none if this rank is not in the mesh."""
-    dims = range(len(mesh.get_coordinate() or ()))
-    return [tuple(c10d.get_process_group_ranks(mesh.get_group(dim))) for dim in dims]
+def begins_with(mesh: DeviceMesh, other: DeviceMesh) -> bool:
+    """Whether the first dimensions of `mesh` are those of `other`, or the other way round. All ranks find the same."""
+    shared = min(mesh.ndim, other.ndim)
+    mine, theirs = ((one.mesh_dim_names or ())[:shared] for one in (mesh, other))
+    return mesh == other or (mine == theirs and mesh._get_root_mesh() == other._get_root_mesh())
 
 
 def ranks_around(mesh: Any, tensors: Iterable[Any]) -> tuple[int, ...]:
@@ -58,15 +59,11 @@ def ranks_around(mesh: Any, tensors: Iterable[Any]) -> tuple[int, ...]:
 
 
 def mesh_around(mesh: Any, tensors: Iterable[Any]) -> DeviceMesh | None:
-    """The mesh whose first dimensions are those of `mesh`, and the others those over which some of `tensors` are spread.
-
-    None if they are spread over none, or some over other dimensions than others. Does not communicate.
-    """
+    """The mesh of the dimensions of `mesh`, then those over which `tensors` are spread; None if that is none, or not one mesh."""
     found: dict[DeviceMesh, None] = {}
     for own in _meshes_of(mesh, tensors):
-        mine, theirs = ([one.get_group(dim) for dim in range(one.ndim)] for one in (mesh, own))
         try:
-            found[own if mine == theirs[: mesh.ndim] != theirs else DeviceMesh._concatenate([mesh, own])] = None
+            found[own if begins_with(own, mesh) else DeviceMesh._concatenate([mesh, own])] = None
         except (RuntimeError, TypeError):
             continue  # it shares ranks with `mesh`, or `check_joins` refuses it
     return next(iter(found)) if len(found) == 1 else None

@@ -40,12 +40,12 @@ from fsdp.shards.dtensors import (
     SUMMED,
     GradForm,
     Mesh,
-    cuts_of,
     form_of,
     full_with_grad,
     here_of,
     keep_hooks,
     let_scalers_agree,
+    lies_alike,
     local_of,
     local_of_full,
     make_dtensor,
@@ -440,7 +440,7 @@ class DTensorPlacement(Placement):
     def part_of_value(self, given: Any) -> Tensor | None:
         local, spec = local_of(given), self._spec
         # there may be copies on other ranks, as FSDP2 has none of what tensor parallelism has not cut
-        is_alike = local is not None and given.shape == spec.tensor_meta.shape and cuts_of(given._spec) == cuts_of(spec)
+        is_alike = local is not None and given.shape == spec.tensor_meta.shape and lies_alike(given._spec, spec)
         return local if is_alike else super().part_of_value(given)
 
     def part_of_given(self, operation: str, name: str, given: Any, parameter: nn.Parameter) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fsdp.comm.dtensor_mesh import ranks_of, ranks_of_dims
+from fsdp.comm.dtensor_mesh import begins_with, ranks_of
 from fsdp.errors import ShardingAssertion, ShardingError
 
 if TYPE_CHECKING:
@@ -74,10 +74,12 @@ def specs_of(mesh: Mesh, parameter: Tensor, dim: int, joint_mesh: Mesh | None) -
     return shard, DTensorSpec(given.mesh, given.placements, meta), ranks_of(joined)
 
 
-def cuts_of(spec: Any) -> list[tuple[Any, tuple[int, ...]]]:
-    """How a DTensorSpec of torch cuts a tensor along dimensions of its mesh, each time with the ranks; empty on another rank."""
-    pairs = zip(spec.placements, ranks_of_dims(spec.mesh), strict=False)
-    return [(placement, ranks) for placement, ranks in pairs if not placement.is_replicate()]
+def lies_alike(given: Any, spec: Any) -> bool:
+    """Whether each rank has the same part of tensors that lie as two DTensorSpecs of torch say. One may have copies elsewhere."""
+    shared = min(given.mesh.ndim, spec.mesh.ndim)
+    copies = (*given.placements[shared:], *spec.placements[shared:])
+    is_same_cut = given.placements[:shared] == spec.placements[:shared] and all(one.is_replicate() for one in copies)
+    return is_same_cut and begins_with(given.mesh, spec.mesh)
 
 
 def local_of_full(full: Tensor, spec: Any) -> Tensor:
