@@ -71,8 +71,7 @@ def mesh_around(mesh: Any, tensors: Iterable[Any]) -> DeviceMesh | None:
 
 def _meshes_of(mesh: Any, tensors: Iterable[Any]) -> dict[DeviceMesh, None]:
     """The meshes over which some of `tensors` are spread; none if `mesh` is no DeviceMesh."""
-    is_mesh = isinstance(mesh, DeviceMesh)
-    return dict.fromkeys(own for one in tensors if is_mesh and (own := getattr(one, "device_mesh", None)) is not None)
+    return dict.fromkeys(own for one in tensors if isinstance(mesh, DeviceMesh) and (own := getattr(one, "device_mesh", None)))
 
 
 def is_part(mesh: Any) -> bool:

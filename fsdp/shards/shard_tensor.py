@@ -541,6 +541,8 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _reduce_lists(func: Any, name: str, tensors: Sequence[Tensor], given: dict[str, Any]) -> list[Tensor]:
     if "scalar" in given:
         given["ord"] = given["scalar"]
+    if any([here_of(tensor) is not tensor for tensor in tensors]):
+        raise ShardingError(f"{func} of a list of shards and DTensors: to clip the gradients of both, call fsdp.clip_grad_norm_.")
     sharded = [tensor for tensor in tensors if isinstance(tensor, ShardTensor)]
     reductions = [REDUCTIONS[name](tensor.shard_info, plain(tensor), given) for tensor in sharded]
     results = iter(gather_and_combine(reductions, [tensor.shard_info for tensor in sharded], name))

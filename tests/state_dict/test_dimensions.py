@@ -326,6 +326,13 @@ def test_each_element_counts_once_in_the_norm(kind: str, clip: Callable[[nn.Modu
     assert len(set(on_all(kind, program))) == 1
 
 
+@on_ranks(4, refuses="of a list of shards and DTensors: to clip the gradients of both, call fsdp.clip_grad_norm_")
+def test_torchs_clip_takes_no_shards_beside_dtensors(rank: int) -> None:
+    model = build("a unit beside tensor parallel")
+    model(batch(0, 0)).square().mean().backward()
+    nn.utils.clip_grad_norm_([*model.parameters()][::-1], 1.0)
+
+
 @on_ranks(8, refuses="over one dimension of the device mesh, and some over another one")
 def test_tensor_parallelism_is_over_the_same_dimension_everywhere(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "a", "b"))
