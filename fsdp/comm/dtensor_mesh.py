@@ -30,8 +30,8 @@ def ranks_of(mesh: Any) -> tuple[int, ...]:
     return tuple(mesh.mesh.flatten().tolist()) if isinstance(mesh, DeviceMesh) else ()
 
 
-def begins_with(mesh: DeviceMesh, other: DeviceMesh) -> bool:
-    """Whether the first dimensions of `mesh` are those of `other`, or the other way round. All ranks find the same."""
+def have_same_first_dims(mesh: DeviceMesh, other: DeviceMesh) -> bool:
+    """Whether two meshes share their first dimensions, as many as the smaller one has. All ranks find the same."""
     shared = min(mesh.ndim, other.ndim)
     mine, theirs = ((one.mesh_dim_names or ())[:shared] for one in (mesh, other))
     return mesh == other or (mine == theirs and mesh._get_root_mesh() == other._get_root_mesh())
@@ -63,7 +63,7 @@ def mesh_around(mesh: Any, tensors: Iterable[Any]) -> DeviceMesh | None:
     found: dict[DeviceMesh, None] = {}
     for own in _meshes_of(mesh, tensors):
         try:
-            found[own if begins_with(own, mesh) else DeviceMesh._concatenate([mesh, own])] = None
+            found[own if have_same_first_dims(own, mesh) else DeviceMesh._concatenate([mesh, own])] = None
         except (RuntimeError, TypeError):
             continue  # it shares ranks with `mesh`, or `check_joins` refuses it
     return next(iter(found)) if len(found) == 1 else None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fsdp.comm.dtensor_mesh import begins_with, ranks_of
+from fsdp.comm.dtensor_mesh import have_same_first_dims, ranks_of
 from fsdp.errors import ShardingAssertion, ShardingError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def lies_alike(given: Any, spec: Any) -> bool:
     shared = min(given.mesh.ndim, spec.mesh.ndim)
     copies = (*given.placements[shared:], *spec.placements[shared:])
     is_same_cut = given.placements[:shared] == spec.placements[:shared] and all(one.is_replicate() for one in copies)
-    return is_same_cut and begins_with(given.mesh, spec.mesh)
+    return is_same_cut and have_same_first_dims(given.mesh, spec.mesh)
 
 
 def local_of_full(full: Tensor, spec: Any) -> Tensor:

@@ -342,6 +342,14 @@ def test_tensor_parallelism_is_over_the_same_dimension_everywhere(rank: int) -> 
     fsdp.fully_shard(model, mesh=mesh["dp"])
 
 
+@on_ranks(2)
+def test_a_mesh_of_one_rank_is_not_joined_with_itself(rank: int) -> None:
+    model, mesh = plain("dtensors"), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    fsdp.fully_shard(model[0], mesh=mesh["dp"], dtensors=True)
+    fsdp.fully_shard(model, mesh=mesh["dp"])
+    assert {p.device_mesh for p in model.parameters()} == {mesh["dp"]}  # type: ignore[attr-defined]
+
+
 @on_ranks(4)
 def test_what_tensor_parallelism_has_not_cut_lies_on_its_mesh_too(rank: int) -> None:
     model, door = build("tensor parallel"), plain("tensor parallel")
