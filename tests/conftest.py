@@ -1,12 +1,14 @@
-"""Hypothesis profiles, the order of files, and the wheel."""
+"""Hypothesis profiles, the order of files, the wheel, and a group of one process."""
 
 import gc
 import os
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 # an assertion that fails in a helper shows its values, as in a test
@@ -74,3 +76,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.wheel import unpack
 
     return unpack(wheel, tmp_path_factory.mktemp("installed"))
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """A real group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -14,7 +14,7 @@ from fsdp.building.choose_units import Planned, buffers_of
 from fsdp.building.other_engines import other_engine
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.context import CommContext
-from fsdp.comm.dtensor_mesh import check_joins, mesh_around, ranks_around, ranks_of
+from fsdp.comm.dtensor_mesh import check_joins, check_order, mesh_around, ranks_around, ranks_of
 from fsdp.config import Config, MeshKind
 from fsdp.errors import ShardingError
 from fsdp.params.param_info import ParamInfo
@@ -153,13 +153,14 @@ def choose_cuts(
             given, info.mesh = given.placement, given.mesh_info.mesh
         if given is not None:
             info.shard_dim = dim_of(name, info.parameter, given)
-        if info.mesh == mesh or ranks_of(info.mesh) == tuple(comms.world_comm.ranks):
-            info.mesh = None
-        info.joint_mesh = joint_mesh
-        if info.mesh is not None:
-            info.joint_mesh, root = None, set(comms.world_comm.ranks)
+        if info.mesh in (None, mesh) or ranks_of(info.mesh) == tuple(comms.world_comm.ranks):
+            info.mesh, info.joint_mesh = None, joint_mesh
+        else:
+            root = set(comms.world_comm.ranks)
             _check_mesh(name, info.mesh, root, config)
             _check_part(f"parameter {name!r}", {name: ranks_around(info.mesh, [info.parameter])}, root, config)
+        if config.dtensors:
+            check_order(name, [info.mesh or mesh, getattr(info.parameter, "device_mesh", None)])
         if _is_dtensor(info.parameter):
             check_joins(name, info.parameter, info.mesh or mesh)
 

@@ -119,3 +119,19 @@ def check_joins(name: str, parameter: Any, mesh: Any) -> None:
             f"parameter {name!r} is a DTensor over {parameter.device_mesh!r}, which cannot be joined with {mesh!r}: make both "
             f"meshes from one with named dimensions. torch says: {problem}"
         ) from problem
+
+
+def check_order(name: str, meshes: Iterable[Any]) -> None:
+    """Check that the ranks ascend in each dimension of the meshes over which a parameter is a DTensor.
+
+    torch sorts the ranks of groups: in another order its collectives and its checkpoints disagree on who has which part.
+
+    Raises:
+        ShardingError: they do not.
+    """
+    for ranks in [mesh.mesh for mesh in meshes if isinstance(mesh, DeviceMesh)]:
+        if any([(ranks.diff(dim=dim) < 0).any() for dim in range(ranks.ndim)]):
+            raise ShardingError(
+                f"parameter {name!r} would be a DTensor over the ranks {ranks.tolist()}, which do not ascend, and checkpoints of "
+                "torch would mix up its parts; give a mesh whose ranks ascend in each dimension."
+            )

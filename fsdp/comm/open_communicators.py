@@ -137,10 +137,10 @@ def open_routed(group: dist.ProcessGroup | None, comms: CommContext) -> tuple[An
         return one, comms
     peers = comms.joint.monitor
     if isinstance(peers, DevicePeerMonitor) and _carries_on_device(one):
-        peers.expect_uncounted_launches()
+        peers.counts_all = False
         if one not in _abortable:
             _abortable.add(one)
-            peers.add_abort(partial(_abort, weakref.ref(one)))
+            peers.aborts.append(partial(_abort, weakref.ref(one)))
     return group, comms
 
 
@@ -297,7 +297,7 @@ def _comm(group: dist.ProcessGroup, name: str, apart: bool = False) -> Communica
             peers.open(name)
         carries = _group_apart(group, peers) if apart else group
         if isinstance(peers, DevicePeerMonitor):
-            peers.add_abort(partial(_abort, weakref.ref(carries)))
+            peers.aborts.append(partial(_abort, weakref.ref(carries)))
         known[name] = _open(group, carries, name, peers)
     return known[name]
 

@@ -126,8 +126,6 @@ class FlatBuffer:
         """Where the own memory of the shard lies, and where each sharded parameter lies in it."""
         self.requires_grad_flags = [p.requires_grad for p in originals]
         """`requires_grad` of each parameter, as it was applied last."""
-        self._flags_seen = -1
-        """`shard_changes` when `requires_grad_flags` were last found right. Shards that count no changes are asked each time."""
         self.unhooked_at = -1
         """`shard_changes` when no shard was last found to have a hook of the user."""
         self._hooks: list[set[int]] = []
@@ -305,16 +303,11 @@ class FlatBuffer:
 
     def sync_requires_grad(self) -> bool:
         """Copy `requires_grad` from the sharded to the unsharded parameters; return whether any changed."""
-        if self._flags_seen == shard_changes.count:
-            return False
         if self.asks_addresses:  # a shard refuses at once
             self.refuse_grad_dtypes()
         with quick_attributes():
             flags = [*map(_REQUIRES_GRAD, self.sharded_params)]
-        changed = flags != self.requires_grad_flags and self._set_requires_grad(flags)
-        if not self.asks_addresses:
-            self._flags_seen = shard_changes.count
-        return changed
+        return flags != self.requires_grad_flags and self._set_requires_grad(flags)
 
     def may_be_hooked(self) -> bool:
         """Whether a sharded parameter may have a hook of the user, or had one when gradients of this backward came."""

@@ -106,6 +106,9 @@ class Unit:
         """The unsharded parameters, once code in a backward has listed them, until the engine looks at their gradients."""
         self.trains = any(map(any, (flat.requires_grad_flags for flat in self.flats)))
         """Whether any parameter is trainable."""
+        self._asks_flags = any([flat.asks_addresses for flat in self.flats])
+        self._flags_seen = -1
+        """`shard_changes` when the flags were last found right. Shards that count no changes are asked each time."""
         self.keys = frozenset(flat.key for flat in self.flats)
         """The storage keys of the unsharded parameters."""
         self._indices: dict[int, int] = {}
@@ -281,8 +284,10 @@ class Unit:
 
     def sync_requires_grad(self) -> None:
         """Apply changes of `requires_grad` on the sharded parameters to the unsharded ones."""
-        if any([*map(FlatBuffer.sync_requires_grad, self.flats)]):
-            self._find_out_if_trained()
+        if self._flags_seen != shard_changes.count:
+            if any([*map(FlatBuffer.sync_requires_grad, self.flats)]):
+                self._find_out_if_trained()
+            self._flags_seen = -1 if self._asks_flags else shard_changes.count
 
     def refuse_changed_flags(self, shown: bool = False) -> None:
         """Raise ShardingError at the end of a backward if `requires_grad` of a shard was set in it, and was not applied.
@@ -550,8 +555,7 @@ class Unit:
 
     def use_sharded(self) -> None:
         """Let the modules show the shards, also if what was changed in a backward is refused."""
-        if any([*map(FlatBuffer.take_requires_grad, self.flats)]):
-            self._find_out_if_trained()
+        self.take_requires_grad()
         self._open = False
         self.listed.set(False)
         for module_params in self._module_params:

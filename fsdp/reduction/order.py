@@ -36,7 +36,7 @@ class ReductionOrder:
         """The learned orders of units and of buckets. The key says which buckets are trained."""
         self._trained: tuple[bool, ...] = ()
         """For each bucket, whether this backward trains it."""
-        self._arrivals: list[int] = []
+        self.arrivals: list[int] = []
         """The buckets in the order in which they became ready in this backward."""
         self.units: Sequence[int] = tuple(self._default)
         """The numbers of all units."""
@@ -46,17 +46,13 @@ class ReductionOrder:
     def begin(self, trained: tuple[bool, ...]) -> bool:
         """Begin a backward that trains these buckets; return whether the order changes."""
         self._trained = trained
-        self._arrivals = []
+        self.arrivals = []
         learned = self._learned.get(trained)
         if learned is None or learned[1] is self.buckets:
             return False
         self.units, self.buckets = learned
         LOG.info("order of reductions changed with the trainable parameters: %s", [self._buckets[n].name for n in self.buckets])
         return True
-
-    def add_arrival(self, number: int) -> None:
-        """Record that a bucket became ready."""
-        self._arrivals.append(number)
 
     def learn(self, world_comm: Communicator, device: torch.device) -> bool:
         """At the end of a backward that synchronised: adopt rank 0's order, unless it is known; return whether it was not.
@@ -66,7 +62,7 @@ class ReductionOrder:
         if self._trained in self._learned:
             return False
         # buckets that never became ready follow in the default order
-        every = dict.fromkeys((*self._arrivals, *self._in_units(self._default)))
+        every = dict.fromkeys((*self.arrivals, *self._in_units(self._default)))
         arrivals = torch.tensor(list(every), dtype=torch.int64, device=device)
         world_comm.broadcast(arrivals, 0, "the order of reductions").wait()
         numbers = [int(number) for number in arrivals.tolist()]

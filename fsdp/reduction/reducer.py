@@ -348,7 +348,7 @@ class Reducer:
         actions = self._queue.on(number, event)
         if BucketAction.MARK in actions:
             self._ready_at[number] = perf_counter()
-            self._order.add_arrival(number)
+            self._order.arrivals.append(number)
         if BucketAction.OFFER in actions and not self._trained[number]:
             self._trained[number] = self.buckets[number].is_trained
         return actions

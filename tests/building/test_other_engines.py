@@ -1,11 +1,10 @@
 """Other engines around a sharded model, and inside a model that is to be sharded: refused before anything moves."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import checkpoint, replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,13 +21,7 @@ SAID = (
     "Sequential is sharded by fsdp, which averages its gradients over the ranks already; train it as it is, without "
     "DistributedDataParallel, DataParallel, replicate or torch's FSDP around it"
 )
-
-
-@pytest.fixture(autouse=True)
-def one_process() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def by_fsdp2(module: nn.Module) -> nn.Module:

@@ -5,14 +5,13 @@ import random
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -25,14 +24,6 @@ from tests.support.optimizers import assert_same, in_groups, trained, wrapped
 from tests.support.ranks import on_ranks
 
 NOISY = Case(Noisy, {Block})
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    """A real group of one rank: what goes on in the background goes on in a thread."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Gate:

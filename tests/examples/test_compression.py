@@ -1,12 +1,10 @@
 """int8 in blocks: how far it is off, element by element. What the hooks come to over gloo is in tests/equivalence."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import compression
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -30,7 +28,7 @@ def test_every_element_is_off_by_half_a_level_of_its_block(rows: int, chunk: int
             assert float(off[row, part].max()) <= float(chunks[row, part].abs().max()) / 254 * (1 + 1e-5)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_an_overflow_arrives_and_does_not_come_back(bad: float) -> None:
     """So that a GradScaler sees it, and the next step is as if it had not been."""
@@ -57,15 +55,7 @@ class Shown:
         return 0
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_gradients_of_any_real_precision_are_taken(dtype: torch.dtype) -> None:
     gradients = torch.linspace(-1, 1, 32, dtype=dtype)

@@ -77,8 +77,7 @@ def build(kind: str, model: nn.Sequential | None = None, **options: Any) -> nn.S
         return fsdp.fully_shard(model, auto_wrap_policy={Block}, dtensors=True, shard_placement_fn=choose, **options)
     is_hybrid = kind.endswith("replicas")
     shape, names = ((2, 2, 2), ("replica", "dp", "tp")) if is_hybrid else ((2, 2), ("dp", "tp"))
-    order = [1, 0, 3, 2] if kind.startswith("permuted") else range(ranks_of(kind))
-    mesh = DeviceMesh("cpu", torch.tensor(order).view(shape), mesh_dim_names=names)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for block in model[:2]:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     data, strategy = (mesh["replica", "dp"], "HYBRID_SHARD") if is_hybrid else (mesh["dp"], "FULL_SHARD")
@@ -307,7 +306,7 @@ def clip_by_torch(model: nn.Module, most: float, power: float) -> Tensor:
     ("kind", "clip"),
     [
         *((kind, clip_by_torch) for kind in ("tensor parallel", "replicas")),
-        *((kind, fsdp.clip_grad_norm_) for kind in [*KINDS, *BESIDE, "permuted tensor parallel"]),
+        *((kind, fsdp.clip_grad_norm_) for kind in [*KINDS, *BESIDE]),
     ],
 )
 def test_each_element_counts_once_in_the_norm(kind: str, clip: Callable[[nn.Module, float, float], Tensor]) -> None:
@@ -331,6 +330,15 @@ def test_torchs_clip_takes_no_shards_beside_dtensors(rank: int) -> None:
     model = build("a unit beside tensor parallel")
     model(batch(0, 0)).square().mean().backward()
     nn.utils.clip_grad_norm_([*model.parameters()][::-1], 1.0)
+
+
+@pytest.mark.parametrize("order", [[0, 2, 1, 3], [[1, 0], [3, 2]], [[0, 1], [3, 2]], [[2, 3], [0, 1]]])
+@on_ranks(4, refuses="which do not ascend, and checkpoints of torch would mix up its parts")
+def test_ranks_ascend_where_shards_are_dtensors(rank: int, order: list[Any]) -> None:
+    mesh, model = DeviceMesh("cpu", order, mesh_dim_names=("dp", "tp")[: torch.tensor(order).ndim]), plain("dtensors")
+    if mesh.ndim > 1:
+        parallelize_module(model[0], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fsdp.fully_shard(model, mesh=mesh["dp"], dtensors=mesh.ndim == 1)
 
 
 @on_ranks(8, refuses="over one dimension of the device mesh, and some over another one")

@@ -45,7 +45,7 @@ class Rank:
     def open_group(self, store: MemoryStore, rank: int, size: int) -> DevicePeerMonitor:
         ranks = [10 + r for r in range(size)]
         lines = DevicePeerMonitor(store, lambda name: Scope(store, name), ranks, rank, None, self.device)
-        lines.add_abort(self.aborted.set)
+        lines.aborts.append(self.aborted.set)
         lines.open("shard")
         opened.append(lines)
         return lines
@@ -122,8 +122,8 @@ def test_a_rank_that_may_wait_in_a_group_of_the_user_is_freed_as_well() -> None:
     waiting, failing = ranks_that_launched(*STEADY)
     users = [Event(), Event()]
     for one, aborted in zip((waiting, failing), users, strict=True):
-        one.lines.add_abort(aborted.set)
-        one.lines.expect_uncounted_launches()
+        one.lines.aborts.append(aborted.set)
+        one.lines.counts_all = False
     has_time([waiting, failing])
     failing.lines.abandon("blocks.1", ValueError("no"))
     error = waiting.refused()
@@ -134,7 +134,7 @@ def test_a_rank_that_may_wait_in_a_group_of_the_user_is_freed_as_well() -> None:
 def test_ranks_that_failed_alike_keep_the_groups_of_the_user() -> None:
     ranks = ranks_that_launched(*STEADY)
     for one in ranks:
-        one.lines.expect_uncounted_launches()
+        one.lines.counts_all = False
     assert not any(together(*(lambda one=one: one.lines.abandon("blocks.1", ValueError("no")) for one in ranks)))
     assert not any(together(*(lambda one=one: one.launch("b") for one in ranks)))
     has_time(ranks)
