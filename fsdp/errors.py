@@ -54,9 +54,7 @@ class PeerFailed(WorldError):
 
 
 def require_package(name: str, package: str) -> None:
-    """Raises:
-    ShardingError: `name` needs `package`, and it cannot be imported.
-    """
+    """Raise ShardingError if `name` needs `package`, and it cannot be imported."""
     try:
         import_module(package)
     except ImportError:

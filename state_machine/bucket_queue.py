@@ -81,11 +81,7 @@ class BucketQueue:
         return actions
 
     def check(self, event: BucketEvent) -> None:
-        """Check that every bucket has a row for the event, before the first of them gets it. No state changes.
-
-        Raises:
-            RuntimeError: some bucket has none, which is a bug of fsdp.
-        """
+        """Raise RuntimeError, a bug of fsdp, if a bucket has no row for the event, before the first of them gets it."""
         for number, (table, state) in enumerate(zip(self._tables, self._states, strict=True)):
             if event not in table[state]:
                 raise self._refusal(number, event)

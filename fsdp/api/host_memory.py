@@ -95,9 +95,7 @@ def _units_of(engines: Iterable[Engine]) -> list[Unit]:
 
 
 def _refuse(engine: Engine) -> None:
-    """Raises:
-    ShardingError: something would be lost, or the engine is not between two steps.
-    """
+    """Raise ShardingError if something would be lost, or the engine is not between two steps."""
     name = engine.units[0].name
     if engine.units[0].is_put_away:
         raise ShardingError(f"offload: unit {name!r} is in host memory already; call fsdp.onload(model) first.")

@@ -64,9 +64,7 @@ def _find(given: Any) -> _Shard | None:
 
 
 def _refuse(call: EngineCall, asked: Sequence[_Shard]) -> None:
-    """Raises:
-    ShardingError: what is asked for would need more than a backward that synchronises.
-    """
+    """Raise ShardingError if what is asked for would need more than a backward that synchronises."""
     reason = None
     engines = {shard.engine: None for shard in asked}
     if call.create_graph:

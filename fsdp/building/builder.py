@@ -92,11 +92,7 @@ def build(
 
 
 def _check_replicas(units: Sequence[Unit], comms: CommContext) -> None:
-    """Check that ranks with the same shards begin with the same values. They would train different models otherwise.
-
-    Raises:
-        ShardingError: they begin with different values.
-    """
+    """Raise ShardingError if ranks with the same shards begin with other values: they would train different models."""
     if comms.replica_comm.size == 1 or any(flat.device == META for unit in units for flat in unit.flats):
         return
     sums = [[int(sum_of_bits(flat.shard)) for flat in unit.flats] for unit in units]
@@ -110,11 +106,7 @@ def _check_replicas(units: Sequence[Unit], comms: CommContext) -> None:
 
 
 def _check_shared(units: Sequence[Unit], comms: CommContext) -> None:
-    """Check that the ranks of tensor parallelism begin with the same values of what all of them have.
-
-    Raises:
-        ShardingError: they begin with different values.
-    """
+    """Raise ShardingError if ranks of tensor parallelism begin with other values of what all of them have."""
     flats = [flat for unit in units for flat in unit.flats]
     if comms.across is None or any(flat.device == META for flat in flats):
         return

@@ -270,11 +270,7 @@ class _Walk:
 
 
 def refuse_regrouping(unit: Unit, name: str) -> None:
-    """Check that `unit`, of which the parameter `name` is tied to others, can be made anew.
-
-    Raises:
-        ShardingError: it cannot.
-    """
+    """Raise ShardingError if `unit`, of which the parameter `name` is tied to others, cannot be made anew."""
     unit.check_shards()
     if any(info.names[0] in unit.config.reduction.triggers for info in unit.param_infos):
         raise ShardingError(
@@ -345,9 +341,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _check_classes(policy: Any, roots: Sequence[nn.Module]) -> None:
-    """Raises:
-    ShardingError: the policy names classes, and none of the modules has one of them.
-    """
+    """Raise ShardingError if the policy names classes, and none of the modules has one of them."""
     modules = [module for root in roots for module in root.modules()]
     if isinstance(policy, Collection) and policy != "auto" and not any(isinstance(one, tuple(policy)) for one in modules):
         named = ", ".join(sorted(one.__name__ for one in policy))

@@ -20,11 +20,7 @@ HasGrad = Mapping[int, bool]
 
 
 def refuse_losses(engine: Engine, function_name: str) -> None:
-    """Check that an engine between two steps has nothing besides its units that would be lost.
-
-    Raises:
-        ShardingError: it keeps gradients, or is inside `fsdp.join`.
-    """
+    """Raise ShardingError if an engine between two steps keeps gradients, or is inside `fsdp.join`: they would be lost."""
     name = engine.units[0].name
     if engine.reducer.keeps_gradients:
         raise ShardingError(

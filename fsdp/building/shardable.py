@@ -166,11 +166,7 @@ def choose_cuts(
 
 
 def _check_mesh(name: str, mesh: Any, root: set[int], config: Config) -> None:
-    """Check that a parameter can be cut over a mesh of its own, over some of the ranks `root` of its unit.
-
-    Raises:
-        ShardingError: it cannot.
-    """
+    """Raise ShardingError if a parameter cannot be cut over a mesh of its own, over some of the ranks `root` of its unit."""
     ranks = ranks_of(mesh)
     if not ranks or mesh.ndim > 1 or not {*ranks} < root or config.mesh_kind is not MeshKind.SHARD:
         raise ShardingError(
@@ -200,11 +196,7 @@ def choose_dtypes(plan: Sequence[Planned], config: Config, policy: Any) -> None:
 
 
 def check_triggers(plan: Sequence[Planned], config: Config, module: nn.Module) -> None:
-    """Check that the triggers of reductions are parameters of the new units of `module`.
-
-    Raises:
-        ShardingError: one of them is not.
-    """
+    """Raise ShardingError unless the triggers of reductions are parameters of the new units of `module`."""
     names = {info.names[0] for one in plan for info in one.param_infos}
     for trigger in config.reduction.triggers:
         if trigger not in names:
@@ -214,11 +206,7 @@ def check_triggers(plan: Sequence[Planned], config: Config, module: nn.Module) -
 
 
 def check_devices(plan: Sequence[Planned], comm: Communicator) -> None:
-    """Check that all parameters are on one device, which the group supports.
-
-    Raises:
-        ShardingError: they are not.
-    """
+    """Raise ShardingError unless all parameters are on one device, which the group supports."""
     devices: dict[torch.device, str] = {}
     for info in (info for one in plan for info in one.param_infos if not info.parameter.is_meta):
         devices.setdefault(info.parameter.device, info.names[0])
@@ -236,11 +224,7 @@ def check_devices(plan: Sequence[Planned], comm: Communicator) -> None:
 
 
 def check_renormalised(plan: Sequence[Planned], comm: Communicator) -> None:
-    """Check that no embedding changes the rows that it looks up (`max_norm`): each rank looks up others.
-
-    Raises:
-        ShardingError: one does, and there are several ranks.
-    """
+    """Raise ShardingError if, on several ranks, an embedding changes rows that it looks up (`max_norm`): others on each."""
     for one in plan if comm.size > 1 else ():
         for info in one.param_infos:
             for module, _ in info.slots:
@@ -347,11 +331,7 @@ def _lacks_memory(parameter: Tensor) -> bool:
 
 
 def _check_shared_memory(plan: Sequence[Planned]) -> None:
-    """Check that parameters that are trained begin at places of their own. Two over one memory would be sharded apart.
-
-    Raises:
-        ShardingError: two Parameter objects share their memory.
-    """
+    """Raise ShardingError if parameters that are trained share their memory: they would be sharded apart."""
     first: dict[tuple[torch.device, int], tuple[str, bool]] = {}
     for info in _not_sharded_yet(plan):
         name, parameter = info.names[0], info.parameter

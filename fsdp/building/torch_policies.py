@@ -163,11 +163,7 @@ def offload_of(policy: object) -> OffloadPolicy | None:
 
 
 def refuse_unknown_fields(given: object, known: Collection[str]) -> None:
-    """Check that an object of a peer asks for nothing in a field that is none of `known`.
-
-    Raises:
-        ShardingError: such a field has another value than its default.
-    """
+    """Raise ShardingError if an object of a peer has another value than the default in a field that is none of `known`."""
     kind = type(given)
     own = fields(given) if is_dataclass(given) else ()
     defaults = {one.name: one.default if one.default_factory is MISSING else one.default_factory() for one in own}

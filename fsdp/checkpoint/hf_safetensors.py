@@ -300,8 +300,6 @@ def size_in_bytes(size: int | str) -> int:
 
 
 def require_safetensors(function_name: str) -> None:
-    """Raises:
-    ShardingError: a package is not installed.
-    """
+    """Raise ShardingError if a package is not installed."""
     require_package(function_name, "safetensors")
     require_package(function_name, "numpy")  # safetensors needs it for tensors of torch, and does not ask for it

@@ -21,9 +21,7 @@ PART = "gradients"
 
 
 def refuse_kept_gradients(model_view: ModelView) -> None:
-    """Raises:
-    ShardingError: gradients wait for a backward that synchronises.
-    """
+    """Raise ShardingError if gradients wait for a backward that synchronises."""
     for engine in model_view.engines:
         if engine.reducer.keeps_gradients:
             raise refusal(

@@ -95,11 +95,7 @@ def groups_around(mesh: Any, tensors: Iterable[Any]) -> list[ProcessGroup]:
 
 
 def check_joins(name: str, parameter: Any, mesh: Any) -> None:
-    """Check that a parameter which tensor parallelism has spread can be cut over `mesh` as well.
-
-    Raises:
-        ShardingError: it cannot.
-    """
+    """Raise ShardingError if a parameter which tensor parallelism has spread cannot be cut over `mesh` as well."""
     if not isinstance(mesh, DeviceMesh):
         raise ShardingError(
             f"parameter {name!r} is a DTensor: give the mesh to cut it over as well, a part of the same mesh as its "

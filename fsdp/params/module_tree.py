@@ -50,9 +50,7 @@ class ModuleTree:
         return tree
 
     def refuse_borrowing(self, root: str) -> None:
-        """Raises:
-        ShardingError: a module of the root uses a parameter of a unit that is not inside it.
-        """
+        """Raise ShardingError if a module of the root uses a parameter of a unit that is not inside it."""
         if self._borrowed:
             raise ShardingError(f"unit {root!r} uses {self._borrowed[0]}: wrap the module that contains both, then use them.")
 
@@ -104,9 +102,7 @@ class ModuleTree:
 
 
 def refuse_transforms(root: str) -> None:
-    """Raises:
-    ShardingError: a transform of `torch.func` runs.
-    """
+    """Raise ShardingError while a transform of `torch.func` runs."""
     if torch._C._are_functorch_transforms_active():
         raise ShardingError(
             f"a transform of torch.func (vmap, grad, vjp, jvp, jacrev, ...) goes through {root!r}, whose parameters are gathered "

@@ -245,11 +245,7 @@ class ModuleParams:
             self._param_dict.is_touched = self._param_dict.shared
 
     def check(self, unit: str) -> None:
-        """Check that the module shows parameters of the unit.
-
-        Raises:
-            ShardingError: the user has put another parameter into the module.
-        """
+        """Raise ShardingError if the user has put another parameter into the module."""
         shown = list(map(self._param_dict.get, self._resting_params))
         if not any(map(is_not, shown, self._resting_params.values())):
             return

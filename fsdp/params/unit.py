@@ -354,11 +354,7 @@ class Unit:
         return any([*map(FlatBuffer.check_shards, self.flats, repeat(self.name))])
 
     def check_modules(self) -> None:
-        """Check that the modules show parameters of the unit.
-
-        Raises:
-            ShardingError: one shows another parameter, or none.
-        """
+        """Raise ShardingError if a module shows another parameter than that of the unit, or none."""
         for module_params in self._module_params:
             module_params.check(self.name)
 

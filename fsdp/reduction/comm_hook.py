@@ -45,9 +45,7 @@ class GradBucket:
         return gradients
 
     def check_copies(self) -> None:
-        """Raises:
-        ShardingError: the hook has changed a copy of a gradient, which changes no gradient.
-        """
+        """Raise ShardingError if the hook has changed a copy of a gradient, which changes no gradient."""
         if any(copy._version != version for copy, version in self._copies):
             raise ShardingError(
                 f"the communication hook has changed a tensor of gradients() in place. The bucket of unit {self._bucket.name!r} "

@@ -90,9 +90,7 @@ def units_in(model: nn.Module, function_name: str) -> list[UnitRef]:
 
 
 def refuse_borrowing(engine: Engine) -> None:
-    """Raises:
-    ShardingError: a module of the root uses a parameter of a unit that is not inside it.
-    """
+    """Raise ShardingError if a module of the root uses a parameter of a unit that is not inside it."""
     root = engine.units[0]
     ModuleTree.of(root.module).refuse_borrowing(root.name)
 
@@ -158,9 +156,7 @@ def reshard(engine: Engine) -> None:
 
 
 def refuse_unless_resting(function_name: str, engine: Engine) -> None:
-    """Raises:
-    ShardingError: a forward, a backward or a summon is going on.
-    """
+    """Raise ShardingError while a forward, a backward or a summon is going on."""
     engine.pending_backward.await_end()
     engine.refuse_in_grad_hook(function_name)
     if not engine.root.at_rest:

@@ -58,9 +58,7 @@ def _look_at_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _refuse_unreduced(name: str, optimizer: Optimizer, kept: bool = True) -> None:
-    """Raises:
-    ShardingError: a gradient is not reduced yet inside a backward; or, with `kept`, it is kept under `no_sync`.
-    """
+    """Raise ShardingError if a gradient is not reduced yet inside a backward; or, with `kept`, is kept under `no_sync`."""
     for engine in [engine for engine in _engines if engine.has_unreduced_grads]:
         # engines of other models and of other simulated ranks may keep gradients too
         of_engine = {id(info.parameter) for unit in engine.units for info in unit.param_infos}

@@ -174,9 +174,7 @@ def _count_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises:
-    ShardingError: the optimizer has a parameter in whose place another one is trained, and would never change it.
-    """
+    """Raise ShardingError if a parameter of the optimizer would never change, because another one is trained in its place."""
     for group in optimizer.param_groups:
         for cause in [p.__dict__[REPLACED] for p in group["params"] if REPLACED in p.__dict__]:
             raise ShardingError(f"{type(optimizer).__name__} {cause}")
@@ -286,11 +284,7 @@ def here_of(tensor: Tensor) -> Tensor:
 
 
 def refuse_own_gathers(parameters: Sequence[nn.Parameter], unit: str) -> None:
-    """Check that no DTensor has a method of its own with which torch's fully_shard would gather it.
-
-    Raises:
-        ShardingError: one has.
-    """
+    """Raise ShardingError if a DTensor has a method of its own with which torch's fully_shard would gather it."""
     for attributes in filter(None, map(_LOCAL_ATTRIBUTES, parameters)):
         for name in sorted(_GATHERS & attributes.keys()):
             raise ShardingError(

@@ -52,11 +52,7 @@ class ShardInfo(NamedTuple):
         return self
 
     def check_same_cut(self, other: "ShardInfo", operation: str) -> None:
-        """Check that `other` holds the same elements on every rank.
-
-        Raises:
-            ShardingError: it holds others.
-        """
+        """Raise ShardingError unless `other` holds the same elements on every rank."""
         if self.cut != other.cut:
             raise ShardingError(
                 f"{operation}: {self.name!r} and {other.name!r} are cut over the ranks in different ways, so their parts do not "

@@ -141,11 +141,7 @@ def refuse_shape(where: str, shape: Shape, param_shape: Shape) -> NoReturn:
 
 
 def refuse_absent(where: str, ranks: Sequence[int], shapes: Mapping[int, Shape]) -> None:
-    """Check that all of `ranks`, which hold a part of the parameter, have a tensor.
-
-    Raises:
-        ShardingError: one has none.
-    """
+    """Raise ShardingError unless all of `ranks`, which hold a part of the parameter, have a tensor."""
     if absent := [rank for rank in ranks if rank not in shapes]:
         raise ShardingError(f"{where} is missing on ranks {absent}, which hold a part of the parameter; step every rank alike.")
 

@@ -96,11 +96,7 @@ class EMA:
             self._shown = False
 
     def check_model(self, model_view: ModelView) -> None:
-        """Check that the average is one of this model, which has its own weights.
-
-        Raises:
-            ShardingError: it is not.
-        """
+        """Raise ShardingError unless the average is one of this model, which has its own weights."""
         self._check(model_view.function_name)
         if not {id(flat) for unit in model_view.units for flat in unit.flats} >= {*map(id, self._flats)}:
             raise ShardingError(f"{model_view.function_name}: the EMA is of another model; give that of this one.")
