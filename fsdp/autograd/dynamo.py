@@ -25,8 +25,7 @@ def uncompiled(function: Function) -> Function:
     return function
 
 
-def is_full_graph(function: object) -> bool:
+def is_full_graph(function: Any) -> bool:
     """Whether torch.compile made `function` with fullgraph=True. It fails where another would run without being compiled."""
-    if not isinstance(function, FunctionType) or not hasattr(function, "_torchdynamo_orig_callable"):
-        return False
-    return bool(getattr(getclosurevars(function).nonlocals.get("self"), "fullgraph", False))
+    is_compiled = isinstance(function, FunctionType) and hasattr(function, "_torchdynamo_orig_callable")
+    return is_compiled and bool(getattr(getclosurevars(function).nonlocals.get("self"), "fullgraph", False))

@@ -337,8 +337,9 @@ class FlatBuffer:
 
     def refuse_grad_dtypes(self) -> None:
         """Raise ShardingError if the user has set `grad_dtype` of a sharded parameter to another dtype than its own."""
-        if {self.shard.dtype, None}.issuperset(map(_GRAD_DTYPE, self.sharded_params)):
-            return
+        with quick_attributes():
+            if {self.shard.dtype, None}.issuperset(map(_GRAD_DTYPE, self.sharded_params)):
+                return
         for i, parameter in enumerate(self.sharded_params):
             dtype = parameter.grad_dtype
             if dtype is not parameter.dtype and dtype is not None:

@@ -28,6 +28,7 @@ from typing import Any, Final, Protocol, cast
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp.autograd.dynamo import uncompiled
 from fsdp.autograd.frames import in_a_forward, in_backward
 from fsdp.errors import ShardingError
 from fsdp.params.param_info import ParamInfo
@@ -115,7 +116,7 @@ def _touching(method: Callable[..., Any]) -> Callable[..., Any]:
 class ParamDict(dict[str, nn.Parameter | None]):
     """The `_parameters` of a module that has parameters of a unit. Gives what it holds: a read costs what it costs in a dict.
 
-    The units change it by `dict.update`, which counts as no touch.
+    Tells the units where code in a backward lists what it holds. The units change it by `dict.update`, which counts as no touch.
     """
 
     __slots__ = ("is_touched", "shared")
@@ -136,6 +137,22 @@ class ParamDict(dict[str, nn.Parameter | None]):
         copied = memo[id(self)] = {name: deepcopy(parameter, memo) for name, parameter in self.items()}
         return copied
 
+    @uncompiled
+    def items(self) -> Any:
+        self._tell_that_listed()
+        return super().items()
+
+    @uncompiled
+    def values(self) -> Any:
+        self._tell_that_listed()
+        return super().values()
+
+    def _tell_that_listed(self) -> None:
+        if in_backward() and not in_grad_hook():
+            for parameter in super().values():
+                if parameter is not None and (owner := owning_unit(parameter)) is not None:
+                    owner.on_listed(parameter)
+
 
 class InterceptingParamDict(ParamDict):
     """Asks the unit for the value of a parameter that is read in a forward.
@@ -146,6 +163,7 @@ class InterceptingParamDict(ParamDict):
 
     __slots__ = ()
 
+    @uncompiled
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
         owner = None if parameter is None else owning_unit(parameter)
@@ -154,20 +172,6 @@ class InterceptingParamDict(ParamDict):
         # frames: this one, nn.Module.__getattr__, the reader
         module, reader = sys._getframe(1).f_locals["self"], sys._getframe(2).f_locals.get("self")
         return cast(nn.Parameter, owner.read(parameter, module, reader))
-
-    def items(self) -> Any:
-        self._tell_that_listed()
-        return super().items()
-
-    def values(self) -> Any:
-        self._tell_that_listed()
-        return super().values()
-
-    def _tell_that_listed(self) -> None:
-        if in_backward() and not in_grad_hook():
-            for parameter in super().values():
-                if parameter is not None and (owner := owning_unit(parameter)) is not None:
-                    owner.on_listed(parameter)
 
 
 def show_plainly(module: nn.Module) -> None:

@@ -197,6 +197,14 @@ class Unit:
         for module_params in self._module_params:
             module_params.stop_intercepting()
 
+    def open_in_backward(self) -> None:
+        """Autograd has entered a unit with compiled parts: let reads give the unsharded parameters, as in a recompute of it.
+
+        A recompute of such a part would be compiled anew: torch.compile compares the class of each dict with that of the forward.
+        """
+        self._write_back = self.write_back_inplace_of_recompute
+        self.stop_intercepting()
+
     def intercept_reads(self) -> None:
         """Answer each read of the unsharded parameters with a fresh copy, because an optimizer may step."""
         self._open = False

@@ -19,11 +19,12 @@ are in fsdp/runtime. In the order of a step:
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 
 import torch
+from torch import nn
 from torch.autograd import Variable, profiler
 
 from fsdp.autograd.frames import gets_gradient, graph_task
@@ -41,6 +42,8 @@ from fsdp.runtime.stale_params import StaleParams
 from fsdp.shards.shard_parameter import shard_changes
 from state_machine import Action, BackwardEvent, CopyEvent, Effect, Event, Request
 
+_COMPILER = "torch._dynamo.convert_frame"
+"""The module's name, because importing it takes most of a second."""
 _SUCCEEDS = (BackwardEvent.CALLBACK_RUNS, BackwardEvent.CALLBACK_RUNS_INSIDE)
 """The events that end a backward which has not failed."""
 
@@ -59,6 +62,8 @@ class Passes:
         self._schedule = path.schedules.forward
         """What is gathered next in the pass that runs."""
         self._stale_params = StaleParams(units, engine.root, engine.streams, engine.comms.world_comm)
+        self._compiled = 0
+        """How many functions torch.compile had compiled in this process when the backward began."""
         self._asks_flags = any(flat.asks_addresses for unit in units for flat in unit.flats)
         """Whether a change of `requires_grad` of a shard is not seen in `shard_changes`."""
         self._flags_seen = -1
@@ -177,6 +182,8 @@ class Passes:
         done = engine.request(index, Request.UNSHARD)
         if done and in_backward:
             self._reducer.gathered(index)
+        if in_backward and self._compiled and self._is_compiled(index):
+            unit.open_in_backward()
         waited = Effect.WAIT_ALL_GATHER in done
         self._streams.unit_begins(waited)
         if waited:
@@ -253,6 +260,7 @@ class Passes:
             for call in calls:  # this backward may gather their units again
                 call.path.add_updates(self._units[call.unit].write_back_inplace(call.taken))
         engine.backward = Pass(graph_task())
+        self._compiled = getattr(sys.modules.get(_COMPILER), "FRAME_COUNTER", 0)
         self._schedule = self._path.schedules.backward
         self._reducer.begin(accumulates=kind is BackwardEvent.NO_SYNC_BEGINS)
         if reduces and self._reducer.policy.find_unused_parameters:
@@ -353,8 +361,19 @@ class Passes:
             self.engine.phases.set_named(profiler._is_profiler_enabled)
         self.engine.stats.begin_pass(is_forward)
 
+    def _is_compiled(self, index: int) -> bool:
+        """Whether torch.compile has compiled a module of a unit. Modules of inner units are left out."""
+        others = {module for inner in self.engine.descendants[index] for module in self._units[inner].modules}
+        return any([_is_compiled(module, others) for module in self._units[index].modules])
+
     def _of_unit(self, method: Callable[[Unit], None], index: int) -> None:
         method(self._units[index])
+
+
+def _is_compiled(module: nn.Module, others: Collection[nn.Module]) -> bool:
+    """Whether torch.compile has compiled `module`, or one below it. `others`, modules of other units, are left out."""
+    is_itself = module._compiled_call_impl is not None or "_torchdynamo_orig_callable" in module.__dict__
+    return is_itself or any([child not in others and _is_compiled(child, others) for child in module.children()])
 
 
 def _leave_to_the_hook(index: int) -> None:
