@@ -1,7 +1,7 @@
 """Stages of torch's pipeline schedules, over modules that are sharded."""
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -89,6 +89,8 @@ class PipelineStage(pipelining.PipelineStage):
             found = {id(shard): p for unit in units for shard, p in zip(unit.sharded_params, unit.unsharded_params, strict=True)}
             weights = iter([found.get(id(p), p) for p in self.submod.parameters()])
             if backward_type == "weight":
+                for engine in engines:
+                    stack.enter_context(_unsharded(engine))
                 return stage_backward_weight(weights, given["param_groups"]), None
             return stage_backward_input(given["stage_output"], given["output_grads"], given["input_values"], weights)
 
@@ -104,3 +106,16 @@ class PipelineStage(pipelining.PipelineStage):
                 engine.request(index, Request.RESHARD)
             engine.in_pipeline_step = False
         self.scale_grads(grad_scale_factor)
+
+
+@contextmanager
+def _unsharded(engine: Engine) -> Iterator[None]:
+    """Gather what the gradients of inputs have released, because those of weights read it; then release it. Communicates."""
+    released = [index for index in range(len(engine.units)) if not engine.is_unsharded(index)]
+    try:
+        for index in released:
+            engine.request(index, Request.UNSHARD)
+        yield
+    finally:
+        for index in released:
+            engine.request(index, Request.RESHARD)

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.utils._pytree import tree_leaves
 
@@ -24,6 +25,7 @@ from fsdp.comm.routed_group import Beside, RoutedWork
 from fsdp.errors import ShardingError, WorldError
 
 c10d_bindings: Any = torch._C._distributed_c10d
+_numbers: Final = count(1)
 BACKEND: Final = "simulated"
 """The name of the backend, as `torch.distributed.get_backend` returns it."""
 
@@ -39,7 +41,13 @@ def torch_groups(current_rank: Callable[[], Any]) -> Iterator[None]:
     torch_state: Any = c10d
     before = torch_state._world
     dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu"])
-    torch_state._world = _Worlds(before, current_rank)
+    worlds = torch_state._world = _Worlds(before, current_rank)
+    # torch keeps plans of redistributions by mesh: those of two ranks are equal to it, unless this number is another one
+    mesh_class: Any = DeviceMesh
+    mesh_class._thread_id = property(
+        lambda mesh: mesh.__dict__["_thread_id"],
+        lambda mesh, _: mesh.__dict__.update(_thread_id=getattr(worlds, "number", None)),
+    )
     # a group is looked up by its name, which ranks have alike, in what its own thread has registered
     c10d_bindings._set_thread_isolation_mode(True)
     try:
@@ -47,6 +55,7 @@ def torch_groups(current_rank: Callable[[], Any]) -> Iterator[None]:
     finally:
         c10d_bindings._set_thread_isolation_mode(False)
         torch_state._world = before
+        del mesh_class._thread_id
 
 
 class _Worlds:
@@ -82,6 +91,8 @@ class _WorldOfRank:
         self.pg_to_tag: dict[Any, str] = {}
         self.pg_coalesce_state: dict[Any, Any] = {}
         self.group_count = 0
+        self.number = next(_numbers)
+        """Another one for each rank of each world."""
 
     @property
     def default_pg(self) -> Any:
@@ -243,6 +254,35 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return _done(outputs)
 
     @_of_ordinary_tensors
+    def gather(self, outputs: list[list[Tensor]], chunks: list[Tensor], opts: Any = None) -> Any:
+        gathered = self._gathered(chunks[0])
+        for one, value in zip(*outputs, gathered, strict=True) if outputs else ():
+            one.copy_(value)
+        return _done(chunks)
+
+    @_of_ordinary_tensors
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        for tensor in tensors:
+            reduced = tensor.clone()
+            self._reduce(reduced, opts)
+            if self.comm.rank == opts.rootRank:
+                tensor.copy_(reduced)
+        return _done(tensors)
+
+    @_of_ordinary_tensors
+    def reduce_scatter(self, outputs: list[Tensor], chunks: list[list[Tensor]], opts: Any = None) -> Any:
+        for output, of_all in zip(outputs, chunks, strict=True):
+            self.reduce_scatter_single(output, torch.stack(of_all), opts)
+        return _done(outputs)
+
+    @_of_ordinary_tensors
+    def alltoall(self, outputs: list[Tensor], chunks: list[Tensor], opts: Any = None) -> Any:
+        sent = self.comm.gather_objects([chunk.clone() for chunk in chunks], "torch")
+        for output, of_rank in zip(outputs, sent, strict=True):
+            output.copy_(of_rank[self.comm.rank])
+        return _done(outputs)
+
+    @_of_ordinary_tensors
     def all_to_all_single(
         self, output: Tensor, given: Tensor, of_output: list[int], of_input: list[int], opts: Any = None
     ) -> Any:
@@ -268,6 +308,10 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _get_backend(self, device: torch.device) -> Any:
         return self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
 
     @_of_ordinary_tensors
     def barrier(self, opts: Any = None) -> Any:

@@ -44,6 +44,7 @@ from fsdp.shards.dtensors import (
     full_with_grad,
     here_of,
     keep_hooks,
+    let_checkpoints_find_parts,
     let_scalers_agree,
     lies_alike,
     local_of,
@@ -413,6 +414,7 @@ class DTensorPlacement(Placement):
     def make_shard(self, info: ParamInfo, local: Tensor) -> None:
         if self.is_tensor_parallel:
             let_scalers_agree()
+            let_checkpoints_find_parts()
         info.replace(replace_by_dtensor(info.parameter, self.as_shard(local), self._dtensor))
 
     def make_full(self, info: ParamInfo, unsharded: nn.Parameter, full: Tensor, gradient: Tensor | None) -> None:

@@ -1,8 +1,8 @@
 """Torch's DTensors as shards, for code that looks at `placements`, `to_local()` and `full_tensor()`. See params/placement.py."""
 
 import math
-from collections.abc import Sequence
-from functools import cache, wraps
+from collections.abc import Callable, Sequence
+from functools import cache, partial, wraps
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 else:
     Mesh = object  # the import takes half a second
 
+Part = tuple[tuple[int, ...], tuple[int, ...]]
+"""The sizes and the offsets of a part of a tensor, (dims,) each."""
 _LOCAL_ATTRIBUTES: Final = attrgetter("_local_tensor.__dict__")
 _GATHERS: Final = {"fsdp_pre_all_gather", "fsdp_post_all_gather"}
 """torch's names of methods that prepare a gather of a DTensor and make a tensor of what was gathered."""
@@ -211,6 +213,48 @@ def let_scalers_agree() -> None:
         return found
 
     scaler._unscale_grads_ = agreed
+
+
+@cache
+def let_checkpoints_find_parts() -> None:
+    """From now on, let torch's checkpoints ask `part_of` which part of a DTensor a rank has."""
+    from torch.distributed import _state_dict_utils
+    from torch.distributed.checkpoint import planner_helpers
+
+    name = "compute_local_shape_and_global_offset"
+    for asks in (_state_dict_utils, planner_helpers):
+        setattr(asks, name, partial(part_of, getattr(asks, name)))
+
+
+def part_of(
+    theirs: Callable[..., Part], shape: Sequence[int], mesh: Mesh, placements: Sequence[Any], *options: Any, **named: Any
+) -> Part:
+    """The sizes and the offsets of this rank's part of a DTensor. An empty part begins at the end.
+
+    Where tensor parallelism has cut a dimension into unequal parts, and data parallelism has cut these, torch's function `theirs`
+    has sizes and offsets of other parts: it takes the dimensions of the mesh from left to right.
+    """
+    strided = [(i, one) for i, one in enumerate(placements) if hasattr(one, "split_factor")]
+    for place, cut in strided[:1]:
+        same_dim = [mesh.size(i) for i, one in enumerate(placements) if getattr(one, "dim", None) == cut.dim]
+        if math.prod(same_dim) != cut.split_factor * mesh.size(place):
+            break
+        before = [*placements[:place], _replicated(), *placements[place + 1 :]]
+        sizes, offsets = map(list, part_of(theirs, shape, mesh, before))
+        whole = sizes[cut.dim]
+        step = -(-whole // mesh.size(place))
+        start = min(mesh.get_local_rank(place) * step, whole)
+        sizes[cut.dim] = min(step, whole - start)
+        offsets[cut.dim] = offsets[cut.dim] + start if start < whole else shape[cut.dim]
+        return tuple(sizes), tuple(offsets)
+    return theirs(shape, mesh, placements, *options, **named)
+
+
+@cache
+def _replicated() -> Any:
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()
 
 
 def _largest(flag: Tensor, mesh: Mesh) -> Tensor:

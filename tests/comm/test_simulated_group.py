@@ -57,6 +57,33 @@ def test_tensors_are_reduced(rank: int, kind: Any, wanted: list[float]) -> None:
     assert tensor.tolist() == wanted
 
 
+@on_ranks(3)
+def test_tensors_go_to_one_rank_and_in_lists(rank: int) -> None:
+    mine = 10.0 * rank + torch.arange(3.0)
+    every = [10.0 * one + torch.arange(3.0) for one in range(3)]
+    found = [torch.zeros(3) for _ in range(3)]
+    dist.gather(mine, found if rank == 1 else None, dst=1)
+    assert all(map(torch.equal, found, every)) is (rank == 1)
+    dist.reduce(summed := mine.clone(), 2)
+    assert torch.equal(summed, sum(every) if rank == 2 else mine)  # type: ignore[arg-type]
+    dist.reduce_scatter(part := torch.zeros(1), [*mine.view(3, 1)])
+    assert part == sum(one[rank] for one in every)
+    dist.all_to_all(parts := [torch.zeros(1) for _ in range(3)], [*mine.view(3, 1)])
+    assert torch.cat(parts).tolist() == [float(one[rank]) for one in every]
+    dist.gather_object(rank, objects := [None] * 3 if rank == 0 else None)
+    assert objects is None or objects == [0, 1, 2]
+
+
+@on_ranks(4)
+def test_torch_keeps_plans_for_each_rank(rank: int) -> None:
+    # of 7 rows a rank has two or one, so that each sends and receives other sizes than its peer
+    mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), nn.Linear(1, 7)
+    model.weight.data.copy_(wanted := torch.arange(7.0).view(7, 1))
+    parallelize_module(model, mesh["tp"], ColwiseParallel())
+    fsdp.fully_shard(model, mesh=mesh["dp"])
+    assert torch.equal(model.weight.full_tensor(), wanted)  # type: ignore[operator]
+
+
 def test_a_reduction_that_is_not_simulated_is_refused() -> None:
     with pytest.raises(fsdp.ShardingError, match=r"fsdp.simulate has no reduction by BXOR"):
         fsdp.simulate(2, lambda rank: dist.all_reduce(torch.tensor([rank]), dist.ReduceOp.BXOR))

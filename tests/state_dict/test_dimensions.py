@@ -341,6 +341,28 @@ def test_ranks_ascend_where_shards_are_dtensors(rank: int, order: list[Any]) -> 
     fsdp.fully_shard(model, mesh=mesh["dp"], dtensors=mesh.ndim == 1)
 
 
+@pytest.mark.parametrize(("saves", "loads", "rows"), [((4, 2), (4, 2), 9), ((3, 2), (2, 3), 7), ((2, 3), (3, 2), 13)])
+def test_unequal_parts_that_are_cut_once_more_are_saved(
+    saves: tuple[int, int], loads: tuple[int, int], rows: int, tmp_path: Path
+) -> None:
+    def model(shape: tuple[int, int], value: Tensor) -> nn.Sequential:
+        mesh, found = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")), nn.Sequential(nn.Linear(1, rows))
+        nn.init.zeros_(found[0].bias)
+        found[0].weight.data.copy_(value)
+        parallelize_module(found, mesh["tp"], {"0": ColwiseParallel()})
+        return fsdp.fully_shard(found, mesh=mesh["dp"])
+
+    wanted = torch.arange(1.0, rows + 1).view(rows, 1)
+    fsdp.simulate(saves[0] * saves[1], lambda rank: fsdp.save(tmp_path / "it", model(saves, wanted)))
+
+    def program(rank: int) -> Tensor:
+        into = model(loads, torch.zeros(rows, 1))
+        fsdp.load(tmp_path / "it", into)
+        return fsdp.full_tensor(into[0].weight).detach()
+
+    assert all(torch.equal(found, wanted) for found in fsdp.simulate(loads[0] * loads[1], program))
+
+
 @on_ranks(8, refuses="over one dimension of the device mesh, and some over another one")
 def test_tensor_parallelism_is_over_the_same_dimension_everywhere(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "a", "b"))
