@@ -297,11 +297,7 @@ class Paths:
     # the end of a step --------------------------------------------------------------------
 
     def check(self, found: Sequence[Exchange]) -> None:
-        """Check that no gather of this step can have brought old weights of some ranks and new ones of others.
-
-        Raises:
-            ChangedWeights: it can.
-        """
+        """Raise ChangedWeights if a gather of this step can have brought old weights of some ranks and new ones of others."""
         changed = [[target for target, places in one.changes.items() if places] for one in found]
         one_path = len({one.path for one in found}) < 2
         for target in {target for targets in changed for target in targets}:

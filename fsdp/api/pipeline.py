@@ -22,7 +22,7 @@ class PipelineStage(pipelining.PipelineStage):
     The arguments are those of torch's class. A stage keeps the gradients of its micro-batches, as `no_sync` does, and reduces
     them once, after the last one. Schedules that compute the gradients of inputs and of weights apart (zero bubble) are trained
     as well. Wrap with "SHARD_GRADIENTS": parameters are then gathered once a step, and freed after the last micro-batch. Other
-    strategies gather them for each micro-batch.
+    strategies gather them for each micro-batch, and once more for each gradient of weights that is computed apart.
 
     Memory: the unsharded gradients, until the last micro-batch.
 
@@ -111,7 +111,7 @@ class PipelineStage(pipelining.PipelineStage):
 @contextmanager
 def _unsharded(engine: Engine) -> Iterator[None]:
     """Gather what the gradients of inputs have released, because those of weights read it; then release it. Communicates."""
-    released = [index for index in range(len(engine.units)) if not engine.is_unsharded(index)]
+    released = sorted({*range(len(engine.units))} - {*engine.unsharded_units()})
     try:
         for index in released:
             engine.request(index, Request.UNSHARD)

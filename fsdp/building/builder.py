@@ -36,11 +36,7 @@ def stay_on_meta(module: nn.Module) -> None:
 
 
 def check_initialisation(plan: Sequence[Planned], initialise: Any) -> None:
-    """Check that every tensor on the meta device can get memory and values.
-
-    Raises:
-        ShardingError: `initialise` is not a function, or a module with tensors on the meta device cannot initialise itself.
-    """
+    """Raise ShardingError if something on the meta device cannot get memory and values, or `initialise` is not a function."""
     if initialise is not None and not callable(initialise):
         raise ShardingError(f"param_init_fn must be a callable that takes a module, not {initialise!r}.")
     for one in plan:

@@ -255,11 +255,7 @@ class _Walk:
         self._borrowed.append(f"parameter {name!r} of unit {owner.name!r}, which is not inside it")
 
     def _find_regrouped(self) -> dict[int, Unit]:
-        """The units that lose parameters to a unit around them, by their indices.
-
-        Raises:
-            ShardingError: such a unit cannot be made anew.
-        """
+        """The units, by index, that lose parameters to a unit around them. Raise ShardingError if one cannot be made anew."""
         found: dict[int, Unit] = {}
         for key, info in self._param_infos.items():
             owner = owning_unit(info.parameter)

@@ -20,7 +20,7 @@ from fsdp.errors import ShardingError
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
-from fsdp.shards.dtensors import dim_of, here_of, local_of
+from fsdp.shards.dtensors import REPLACED, dim_of, here_of, local_of
 
 _PLAIN_FUNCTIONS: Final = (nn.Parameter.__torch_function__, torch.Tensor.__torch_function__)
 _PLAIN_DISPATCH: Final = torch.Tensor.__torch_dispatch__
@@ -29,11 +29,7 @@ _SUB_BYTE: Final = tuple(f"torch.{sign}int{bits}" for sign in ("", "u") for bits
 
 
 def check_shardable(plan: Sequence[Planned], config: Config) -> None:
-    """Check the modules, parameters and buffers of the new units.
-
-    Raises:
-        ShardingError: one of them cannot be sharded, or another engine has wrapped it. The text names it.
-    """
+    """Raise ShardingError, which names it, if something of the new units cannot be sharded, or another engine has wrapped it."""
     for one in plan:
         if one.unit is not None:
             continue
@@ -56,7 +52,7 @@ def check_shardable(plan: Sequence[Planned], config: Config) -> None:
             if reason is None and config.dtensors and not info.parameter.dim():
                 reason = (
                     f"has no dimensions, along which a DTensor is cut. Change {name} to a 1D tensor with numel equal to 1, or "
-                    "leave out dtensors."
+                    "leave out dtensors if you gave it."
                 )
             if reason is not None:
                 raise ShardingError(f"parameter {name!r} {reason}")
@@ -87,12 +83,9 @@ def _parameters_in(plan: Sequence[Planned]) -> Iterator[nn.Parameter]:
 
 
 def check_ranks(name: str, unit: Unit, comms: CommContext, config: Config) -> None:
-    """Check that a unit, wrapped before, can be part of a root over `comms`: on the same ranks, or its part of them.
+    """Raise ShardingError unless a unit, wrapped before, can be part of a root over `comms`: on its ranks, or a part of them.
 
     On some of the ranks it must be known what the others have: its parameters are DTensors that lie on all ranks of the root.
-
-    Raises:
-        ShardingError: it cannot.
     """
     others = {one for one in (unit.comms, *(flat.comms for flat in unit.flats)) if not one.same_ranks_as(comms)}
     if not others:
@@ -110,11 +103,7 @@ def check_ranks(name: str, unit: Unit, comms: CommContext, config: Config) -> No
 
 
 def _check_part(what: str, parameters: Mapping[str, Sequence[int]], root: set[int], config: Config) -> None:
-    """Check what is cut over a part of the ranks `root`. `parameters`: by name, the ranks that have a part of each.
-
-    Raises:
-        ShardingError: some ranks have no part of one, or there is an option for which all ranks must have the same units.
-    """
+    """Raise ShardingError unless all ranks of `root` have a part of each of `parameters`, and no option needs more."""
     for name, ranks in parameters.items():
         if set(ranks) != root:
             raise ShardingError(
@@ -251,6 +240,11 @@ def _parameter_problem(parameter: Tensor, dtensors: bool) -> str | None:
         return (
             f"is a {kind.__name__}, a tensor class with operators of its own, as quantised weights are; its parts would be "
             "plain tensors. Convert it to a plain parameter, or name its module in ignored_modules."
+        )
+    if REPLACED in parameter.__dict__:
+        return (
+            "is tied to one of a unit that was wrapped before, where a DTensor has replaced it, so that both would be trained. "
+            "Wrap the module that contains all uses, or those that share it as one unit: fully_shard([module_a, module_b])."
         )
     if _is_dtensor(parameter):
         if dtensors and parameter.grad is None:

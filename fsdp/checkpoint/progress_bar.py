@@ -22,9 +22,7 @@ class Progress:
         self._done = self._total = 0
 
     def check(self) -> None:
-        """Raises:
-        ShardingError: a bar is asked for, and the package tqdm is missing; or the option is neither a bool nor a function.
-        """
+        """Raise ShardingError if a bar is asked for and tqdm is missing, or the option is neither a bool nor a function."""
         if not isinstance(self._option, bool) and not callable(self._option):
             raise ShardingError(
                 f"{self._function_name}: progress is {self._option!r}; give True, or a function of (done_bytes, total_bytes)."

@@ -378,9 +378,8 @@ def _abort(reference: "weakref.ref[dist.ProcessGroup]") -> None:
 
 def _carries_on_device(group: dist.ProcessGroup) -> bool:
     """Whether the group's collectives on CUDA can be aborted, as NCCL's can."""
-    if not torch.accelerator.is_available() or not any(device.type == _CUDA.type for device in group._device_types):
-        return False
-    return "nccl" in group._get_backend(_CUDA).name()  # "nccl", or since torch 2.15 "nccl2", which is another class
+    is_on_device = torch.accelerator.is_available() and any(device.type == _CUDA.type for device in group._device_types)
+    return is_on_device and "nccl" in group._get_backend(_CUDA).name()  # since torch 2.15 "nccl2", which is another class
 
 
 def _gloo(group: dist.ProcessGroup) -> Any:

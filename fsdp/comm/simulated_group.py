@@ -256,7 +256,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     @_of_ordinary_tensors
     def gather(self, outputs: list[list[Tensor]], chunks: list[Tensor], opts: Any = None) -> Any:
         gathered = self._gathered(chunks[0])
-        for one, value in zip(*outputs, gathered, strict=True) if outputs else ():
+        for one, value in zip(*(outputs or [[]]), gathered, strict=False):
             one.copy_(value)
         return _done(chunks)
 

@@ -251,9 +251,7 @@ class ModuleParams:
     def check(self, unit: str) -> None:
         """Raise ShardingError if the user has put another parameter into the module."""
         shown = list(map(self._param_dict.get, self._resting_params))
-        if not any(map(is_not, shown, self._resting_params.values())):
-            return
-        if not any(map(is_not, shown, self._unsharded_params.values())):
+        if not all(any(map(is_not, shown, known.values())) for known in (self._resting_params, self._unsharded_params)):
             return
         for name, current, resting in zip(self._resting_params, shown, self._resting_params.values(), strict=True):
             if current is not resting and current is not self._unsharded_params[name]:

@@ -108,7 +108,7 @@ class Unit:
         """Whether any parameter is trainable."""
         self._asks_flags = any([flat.asks_addresses for flat in self.flats])
         self._flags_seen = -1
-        """`shard_changes` when the flags were last found right. Shards that count no changes are asked each time."""
+        """`shard_changes` when the flags were last found right; less than that for shards that count no changes."""
         self.keys = frozenset(flat.key for flat in self.flats)
         """The storage keys of the unsharded parameters."""
         self._indices: dict[int, int] = {}
@@ -295,7 +295,7 @@ class Unit:
         if self._flags_seen != shard_changes.count:
             if any([*map(FlatBuffer.sync_requires_grad, self.flats)]):
                 self._find_out_if_trained()
-            self._flags_seen = -1 if self._asks_flags else shard_changes.count
+            self._flags_seen = shard_changes.count - self._asks_flags
 
     def refuse_changed_flags(self, shown: bool = False) -> None:
         """Raise ShardingError at the end of a backward if `requires_grad` of a shard was set in it, and was not applied.
@@ -520,11 +520,7 @@ class Unit:
         self._touches = touches.count
 
     def refuse_changed(self) -> None:
-        """Check at the end of a forward that it has computed with the weights of now, as reads do after a backward inside it.
-
-        Raises:
-            ShardingError: they were changed while it ran, as by a step of an optimizer in a hook.
-        """
+        """Raise ShardingError at the end of a forward if the weights were changed while it ran, as by a step in a hook."""
         if self._open and self.versions.is_copy_of_earlier:
             raise ShardingError(
                 f"parameters of unit {self.name!r} were changed while its forward ran, which has computed with what they were "

@@ -234,18 +234,18 @@ def part_of(
     Where tensor parallelism has cut a dimension into unequal parts, and data parallelism has cut these, torch's function `theirs`
     has sizes and offsets of other parts: it takes the dimensions of the mesh from left to right.
     """
-    strided = [(i, one) for i, one in enumerate(placements) if hasattr(one, "split_factor")]
-    for place, cut in strided[:1]:
-        same_dim = [mesh.size(i) for i, one in enumerate(placements) if getattr(one, "dim", None) == cut.dim]
-        if math.prod(same_dim) != cut.split_factor * mesh.size(place):
-            break
+    ranks = [(getattr(one, "dim", None), mesh.size(i)) for i, one in enumerate(placements)]
+    parts = {dim: math.prod(size for other, size in ranks if other == dim) for dim, _ in ranks}
+    cut_last = [i for i, one in enumerate(placements) if getattr(one, "split_factor", 0) * ranks[i][1] == parts[ranks[i][0]]]
+    for place in cut_last[:1]:
+        cut = placements[place]
         before = [*placements[:place], _replicated(), *placements[place + 1 :]]
         sizes, offsets = map(list, part_of(theirs, shape, mesh, before))
-        whole = sizes[cut.dim]
-        step = -(-whole // mesh.size(place))
-        start = min(mesh.get_local_rank(place) * step, whole)
-        sizes[cut.dim] = min(step, whole - start)
-        offsets[cut.dim] = offsets[cut.dim] + start if start < whole else shape[cut.dim]
+        length = sizes[cut.dim]
+        step = -(-length // mesh.size(place))
+        start = min(mesh.get_local_rank(place) * step, length)
+        sizes[cut.dim] = min(step, length - start)
+        offsets[cut.dim] = offsets[cut.dim] + start if start < length else shape[cut.dim]
         return tuple(sizes), tuple(offsets)
     return theirs(shape, mesh, placements, *options, **named)
 

@@ -106,9 +106,8 @@ class ShardInfo(NamedTuple):
 
     def of_row_sizes(self, sizes: Shape) -> "ShardInfo | None":
         """The shard of a tensor of shape `sizes`, whose rows lie where those of this one lie; None if it has no such rows."""
-        if not self.keeps_rows or len(sizes) != len(self.shape) or sizes[0] != self.shape[0]:
-            return None
-        if not all(size in (1, full) for size, full in zip(sizes[1:], self.shape[1:], strict=True)):
+        has_rows = self.keeps_rows and len(sizes) == len(self.shape) and sizes[0] == self.shape[0]
+        if not has_rows or not all(size in (1, full) for size, full in zip(sizes[1:], self.shape[1:], strict=True)):
             return None
         return self.of_rows(Size((self.local_shape[0], *sizes[1:])))
 

@@ -86,11 +86,7 @@ def given_by(operation: str, rank: int, state_dict: Mapping[str, object] | None)
 
 
 def check_values(operation: str, model: nn.Module, given: Mapping[str, object]) -> None:
-    """Check that each value in `given` under a name of `model` can be loaded there. Errors begin with `operation`.
-
-    Raises:
-        ShardingError: a value has another shape, or a dtype whose conversion would lose something.
-    """
+    """Raise ShardingError if a value in `given` cannot be loaded under its name in `model`. Errors begin with `operation`."""
     param_shards = param_shards_in(model)
     for name, tensor in entries(model):
         if name in given:

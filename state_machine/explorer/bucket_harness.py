@@ -274,9 +274,7 @@ class BucketHarness:
             return any(len(other.gathered) <= of[0] for other in self.ranks)
         if what == "land":
             return bool(rank.in_flight) and any(len(other.sent) <= rank.in_flight[0][0] for other in self.ranks)
-        if what in ("answer", "answers"):
-            return any(other.said is None for other in self.ranks)
-        return False
+        return what in ("answer", "answers") and any(other.said is None for other in self.ranks)
 
     # executing moves
 

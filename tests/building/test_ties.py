@@ -220,3 +220,11 @@ def test_what_would_be_lost_with_a_regrouped_unit_is_refused(rank: int) -> None:
         block.up.weight.mul_(2)
     with pytest.raises(fsdp.ShardingError, match="after the shards were changed"):
         fsdp.fully_shard(model, plain_shards=True)
+
+
+@pytest.mark.parametrize(("first", "second"), [("embedding", "head"), ("head", "embedding")])
+@on_ranks(2, refuses="or those that share it as one unit: fully_shard([module_a, module_b])")
+def test_a_tie_that_a_dtensor_has_cut_is_refused(rank: int, first: str, second: str) -> None:
+    model = Tied()
+    fsdp.fully_shard(getattr(model, first), dtensors=True)
+    fsdp.fully_shard(getattr(model, second), dtensors=True)

@@ -115,6 +115,8 @@ class FlattenParamsWrapper(nn.Module):
         flat = FlatParameter(group, _the_same(group, "requires_grad"), multiple)
         slots = [places[id(p)] for p in group]
         flat.set_slots(slots)
+        for parameter in group:
+            parameter._is_flattened = True  # type: ignore[attr-defined]  # a module outside may have it too
         for _, module, attribute in chain.from_iterable(slots):
             del module._parameters[attribute]
         self._parameters[name] = flat

@@ -3,6 +3,7 @@
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -208,15 +209,28 @@ def predivide_factor(world_size: int, given: float | None) -> float:
     return float(factor)
 
 
-def take_shared(module: nn.Module, dtype: torch.dtype) -> list[SharedParam]:
-    """Remove the parameters that belong to other instances from the modules that are in no inner instance."""
+def take_shared(module: nn.Module, dtype: torch.dtype, has_own: bool) -> list[SharedParam]:
+    """Remove the parameters that belong to other instances from the modules that are in no inner instance.
+
+    `has_own`: whether this instance has parameters of its own.
+
+    Raises:
+        ShardingError: it has none, or a parameter is tied to one that a flat instance has put into its vector.
+    """
     inner = {id(one) for one in instances_in(module)}
     found: dict[int, SharedParam] = {}
     for owner in () if id(module) in inner else modules_within(module, inner):
-        for name, parameter in list(owner._parameters.items()):
+        for name, parameter in owner._parameters.items():
+            if hasattr(parameter, "_is_flattened") or (hasattr(parameter, "_is_sharded") and not has_own):
+                why = "a flat instance has put into its vector" if has_own else "another instance has, and this one has no other"
+                raise ShardingError(
+                    f"{type(owner).__name__}.{name} is tied to a parameter that {why}. Wrap the module that contains both uses, "
+                    "and not each by itself."
+                )
             if parameter is not None and hasattr(parameter, "_is_sharded"):
                 found.setdefault(id(parameter), SharedParam(parameter, dtype)).slots.append((owner, name))
-                del owner._parameters[name]
+    for owner, name in chain.from_iterable(shared.slots for shared in found.values()):
+        del owner._parameters[name]
     return list(found.values())
 
 

@@ -126,7 +126,7 @@ class FullyShardedDataParallel(InstanceState):
         sharding.check_options(self, own)
         self._compute_device_given, self._state_dict_device_given = compute_device, state_dict_device
         self.compute_device = sharding.computing_device(compute_device, self.move_params_to_cpu, module, own)
-        self._shared = sharding.take_shared(module, self.compute_dtype)
+        self._shared = sharding.take_shared(module, self.compute_dtype, bool(own))
         self._fsdp_wrapped_module = FlattenParamsWrapper(
             module, own if flatten_parameters and own else [[]], multiple=self.world_size
         )

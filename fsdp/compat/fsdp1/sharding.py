@@ -192,6 +192,10 @@ def wrap_children(module: nn.Module, policy: Any, instance: Any, arguments: dict
                 f"{type(module).__name__}; wrap by hand or by policy, not both."
             )
     torch_names.auto_wrap(module, policy, instance._ignored_modules, instance._ignored_params, arguments, cls)
+    # torch puts an instance in one place; without it in all places of a shared module, state dicts have parts under other names
+    wrapped = {one._fsdp_wrapped_module: one for one in instances_in(module)}
+    for outer in [one for one in module.modules() if one not in wrapped.values()]:
+        outer._modules.update({name: wrapped[one] for name, one in outer._modules.items() if one in wrapped})
 
 
 def precision(instance: Any) -> MixedPrecisionPolicy:

@@ -198,6 +198,15 @@ def test_optimizer_state_is_gathered_by_plain_parameter_and_cut_again(ties: bool
     assert full["uncollected_local_ids"] == []
 
 
+@pytest.mark.parametrize("flat", [False, True])
+@on_ranks(2, refuses="Wrap the module that contains both uses, and not each by itself")
+def test_a_tie_that_would_be_lost_is_refused(rank: int, flat: bool) -> None:
+    one, other = nn.Embedding(9, 6), nn.Linear(6, 9, bias=False)
+    other.weight = one.weight
+    FullyShardedDataParallel(one, flatten_parameters=flat)
+    FullyShardedDataParallel(other, flatten_parameters=flat)
+
+
 @on_ranks(2)
 def test_the_weight_of_another_instance_is_used_and_trained(rank: int) -> None:
     class Shared(nn.Module):

@@ -1,5 +1,6 @@
 """fsdp.compat.torch_fsdp: it trains as plain torch does, and its names, arguments and formats are FSDP1's."""
 
+import copy
 import inspect
 from functools import partial
 from pathlib import Path
@@ -158,6 +159,16 @@ def test_full_states_have_plain_names_and_load(rank: int) -> None:
     assert other_optimizer.param_groups[0]["lr"] == 0.05
     assert set(state) == set(Net().state_dict())
     assert set(optimizer_state["state"]) == {name for name, _ in Net().named_parameters()}
+
+
+@on_ranks(2)
+def test_a_module_in_two_places_has_its_values_under_both_names(rank: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(shared := nn.Linear(6, 6), nn.Tanh(), shared)
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=torch.device("cpu"))
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        torch.testing.assert_close(model.state_dict(), plain.state_dict())
+        model.load_state_dict(plain.state_dict())
 
 
 @on_ranks(2)
