@@ -59,7 +59,7 @@ ORDER = (
 )
 # torch's Distributed Checkpoint lies below torch.distributed, and communicates only where it is asked to
 DCP = "torch.distributed.checkpoint"
-DCP_USERS = {"shards.sharded_value", "checkpoint.dcp", "compat.frameworks.accelerate"}
+DCP_USERS = {"shards.sharded_value", "shards.dtensors", "checkpoint.dcp", "compat.frameworks.accelerate"}
 
 PACKAGES = sorted(".".join(path.parent.relative_to(FSDP).parts) for path in FSDP.glob("*/**/__init__.py"))
 FILES = sorted(

@@ -111,7 +111,7 @@ class PipelineStage(pipelining.PipelineStage):
 @contextmanager
 def _unsharded(engine: Engine) -> Iterator[None]:
     """Gather what the gradients of inputs have released, because those of weights read it; then release it. Communicates."""
-    released = sorted({*range(len(engine.units))} - {*engine.unsharded_units()})
+    released = sorted({*range(len(engine.units))} - {*engine.gathered_units()})
     try:
         for index in released:
             engine.request(index, Request.UNSHARD)
