@@ -31,7 +31,7 @@ from fsdp.autograd.frames import gets_gradient, graph_task
 from fsdp.autograd.visits import ForwardCall, Pass
 from fsdp.comm.broadcast_buffers import broadcast_buffers
 from fsdp.debug.error_notes import add_note_to_what_ends_the_backward
-from fsdp.errors import ShardingError
+from fsdp.errors import ShardingError, WorldError
 from fsdp.params.module_tree import ModuleTree, refuse_transforms
 from fsdp.params.unit import Unit
 from fsdp.runtime.backward_end import kind_of_backward
@@ -327,7 +327,7 @@ class Passes:
         engine, unit = self.engine, self.engine.last_unit
         failed = self._units[unit].name
         shows = add_note_to_what_ends_the_backward(engine.snapshot, unit, lambda error: engine.notify_peers(failed, error))
-        with self._streams.computing(), suppress(ShardingError):  # the backward has failed already, maybe by one
+        with self._streams.computing(), suppress(ShardingError, WorldError):  # the backward has failed already
             self._end_backward(BackwardEvent.FAILS_INSIDE if engine.forward.calls else BackwardEvent.FAILS)
         if not shows:
             engine.notify_peers(failed, None)

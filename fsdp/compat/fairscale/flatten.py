@@ -13,6 +13,7 @@ from fsdp.building.copies import Copier
 from fsdp.compat.fairscale.flat_params import Flat, FlatParameter, Shown, Slot, hide, record, show, slots_in, views_of
 from fsdp.errors import ShardingError
 from fsdp.params.module_tree import ModuleTree
+from fsdp.params.param_info import kept_accumulator
 from fsdp.params.shown_params import ParamDict
 from fsdp.runtime.registry import UnitRef
 
@@ -83,10 +84,19 @@ class FlattenParamsWrapper(nn.Module):
         self.refresh_views()
 
     def store_as_vectors(self, parameters: Sequence[nn.Parameter], multiple: int) -> None:
-        """Make each of these parameters a vector of its own, under its own name; the Parameter objects stay."""
+        """Make each of these parameters a vector of its own, under its own name; the Parameter objects stay.
+
+        Raises:
+            ShardingError: a graph is kept in which one has the shape that it has now.
+        """
         places = slots_in(self._fpw_module, set(map(id, parameters)))
         for parameter in parameters:
             found = [(module, name) for _, module, name in places[id(parameter)]]
+            if kept_accumulator(parameter) is not None and (parameter.dim() != 1 or parameter.numel() % multiple):
+                raise ShardingError(
+                    f"flatten_parameters=False makes a vector of {found[0][1]!r}, which is in a graph from before wrapping, as "
+                    "torch.nn.utils.weight_norm makes one: leave it out, or use torch.nn.utils.parametrizations.weight_norm."
+                )
             flat = Flat(*found[0], (parameter.size(),), [found], has_own_name=True)
             if multiple > 1:
                 values = parameter.detach()

@@ -207,6 +207,14 @@ def test_a_tie_that_would_be_lost_is_refused(rank: int, flat: bool) -> None:
     FullyShardedDataParallel(other, flatten_parameters=flat)
 
 
+@on_ranks(2, refuses="makes a vector of 'weight', which is in a graph from before wrapping")
+def test_a_graph_from_before_knows_the_shape(rank: int) -> None:
+    layer = nn.Linear(3, 3)
+    graph = layer(torch.ones(3))
+    FullyShardedDataParallel(layer, flatten_parameters=False)
+    graph.sum().backward()
+
+
 @on_ranks(2)
 def test_the_weight_of_another_instance_is_used_and_trained(rank: int) -> None:
     class Shared(nn.Module):
