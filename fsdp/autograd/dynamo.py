@@ -25,7 +25,11 @@ def uncompiled(function: Function) -> Function:
     return function
 
 
+def is_compiled(function: object) -> bool:
+    """Whether torch.compile made `function`."""
+    return isinstance(function, FunctionType) and hasattr(function, "_torchdynamo_orig_callable")
+
+
 def is_full_graph(function: Any) -> bool:
     """Whether torch.compile made `function` with fullgraph=True. It fails where another would run without being compiled."""
-    is_compiled = isinstance(function, FunctionType) and hasattr(function, "_torchdynamo_orig_callable")
-    return is_compiled and bool(getattr(getclosurevars(function).nonlocals.get("self"), "fullgraph", False))
+    return is_compiled(function) and bool(getattr(getclosurevars(function).nonlocals.get("self"), "fullgraph", False))

@@ -45,8 +45,8 @@ def torch_groups(current_rank: Callable[[], Any]) -> Iterator[None]:
     # torch keeps plans of redistributions by mesh: those of two ranks are equal to it, unless this number is another one
     mesh_class: Any = DeviceMesh
     mesh_class._thread_id = property(
-        lambda mesh: mesh.__dict__["_thread_id"],
-        lambda mesh, _: mesh.__dict__.update(_thread_id=getattr(worlds, "number", None)),
+        lambda mesh: getattr(worlds, "number", None),
+        lambda mesh, given: mesh.__dict__.update(_thread_id=given),
     )
     # a group is looked up by its name, which ranks have alike, in what its own thread has registered
     c10d_bindings._set_thread_isolation_mode(True)

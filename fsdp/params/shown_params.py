@@ -25,6 +25,7 @@ from itertools import repeat
 from operator import is_not
 from typing import Any, Final, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -137,18 +138,17 @@ class ParamDict(dict[str, nn.Parameter | None]):
         copied = memo[id(self)] = {name: deepcopy(parameter, memo) for name, parameter in self.items()}
         return copied
 
-    @uncompiled
     def items(self) -> Any:
         self._tell_that_listed()
         return super().items()
 
-    @uncompiled
     def values(self) -> Any:
         self._tell_that_listed()
         return super().values()
 
     def _tell_that_listed(self) -> None:
-        if in_backward() and not in_grad_hook():
+        # what is compiled lists parameters in a forward, or in a recompute of one
+        if not torch.compiler.is_compiling() and in_backward() and not in_grad_hook():
             for parameter in super().values():
                 if parameter is not None and (owner := owning_unit(parameter)) is not None:
                     owner.on_listed(parameter)

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable, profiler
 
+from fsdp.autograd.dynamo import is_compiled
 from fsdp.autograd.frames import gets_gradient, graph_task
 from fsdp.autograd.visits import ForwardCall, Pass
 from fsdp.comm.broadcast_buffers import broadcast_buffers
@@ -371,8 +372,8 @@ class Passes:
 
 
 def _is_compiled(module: nn.Module, others: Collection[nn.Module]) -> bool:
-    """Whether torch.compile has compiled `module`, or one below it. `others`, modules of other units, are left out."""
-    is_itself = module._compiled_call_impl is not None or "_torchdynamo_orig_callable" in module.__dict__
+    """Whether torch.compile has compiled `module`, an attribute of it, or one below it that is none of `others`."""
+    is_itself = module._compiled_call_impl is not None or any(map(is_compiled, module.__dict__.values()))
     return is_itself or any([child not in others and _is_compiled(child, others) for child in module.children()])
 
 

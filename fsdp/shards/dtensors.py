@@ -234,12 +234,14 @@ def part_of(
     Where tensor parallelism has cut a dimension into unequal parts, and data parallelism has cut these, torch's function `theirs`
     has sizes and offsets of other parts: it takes the dimensions of the mesh from left to right.
     """
+    from torch.distributed.tensor import Replicate
+
     ranks = [(getattr(one, "dim", None), mesh.size(i)) for i, one in enumerate(placements)]
     parts = {dim: math.prod(size for other, size in ranks if other == dim) for dim, _ in ranks}
     cut_last = [i for i, one in enumerate(placements) if getattr(one, "split_factor", 0) * ranks[i][1] == parts[ranks[i][0]]]
     for place in cut_last[:1]:
         cut = placements[place]
-        before = [*placements[:place], _replicated(), *placements[place + 1 :]]
+        before = [*placements[:place], Replicate(), *placements[place + 1 :]]
         sizes, offsets = map(list, part_of(theirs, shape, mesh, before))
         length = sizes[cut.dim]
         step = -(-length // mesh.size(place))
@@ -248,13 +250,6 @@ def part_of(
         offsets[cut.dim] = offsets[cut.dim] + start if start < length else shape[cut.dim]
         return tuple(sizes), tuple(offsets)
     return theirs(shape, mesh, placements, *options, **named)
-
-
-@cache
-def _replicated() -> Any:
-    from torch.distributed.tensor import Replicate
-
-    return Replicate()
 
 
 def _largest(flag: Tensor, mesh: Mesh) -> Tensor:

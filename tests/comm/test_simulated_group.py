@@ -4,6 +4,7 @@ import copy
 import functools
 import importlib
 import inspect
+import io
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -82,6 +83,23 @@ def test_torch_keeps_plans_for_each_rank(rank: int) -> None:
     parallelize_module(model, mesh["tp"], ColwiseParallel())
     fsdp.fully_shard(model, mesh=mesh["dp"])
     assert torch.equal(model.weight.full_tensor(), wanted)  # type: ignore[operator]
+
+
+def test_a_pickled_state_is_loaded_in_another_world() -> None:
+    def state(rank: int) -> bytes:
+        torch.save(fsdp.fully_shard(nn.Linear(4, 4), dtensors=True).state_dict(), file := io.BytesIO())
+        return file.getvalue()
+
+    saved = fsdp.simulate(2, state)
+
+    @on_ranks(2)
+    def load(rank: int) -> None:
+        model = fsdp.fully_shard(nn.Linear(4, 4), dtensors=True)
+        given = torch.load(io.BytesIO(saved[rank]), weights_only=False)
+        model.load_state_dict(given)
+        assert torch.equal(model.weight.to_local(), given["weight"].to_local())  # type: ignore[operator]
+
+    load()  # type: ignore[call-arg]
 
 
 def test_a_reduction_that_is_not_simulated_is_refused() -> None:

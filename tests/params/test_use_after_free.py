@@ -76,7 +76,7 @@ def test_a_compiled_forward_may_use_these_methods() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             weight = self.weight
-            product = x @ weight.to(torch.float64).float() + weight.reshape(-1)[:6]
+            product = x @ weight.to(torch.float64).float() + weight.reshape(-1)[:6] + sum(p.mean() for p in self.parameters())
             return product + weight.sum() + weight.clone().norm() + weight.detach().mean()
 
     def fn(rank: int) -> Tensor:

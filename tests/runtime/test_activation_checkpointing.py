@@ -44,8 +44,8 @@ def test_what_a_recompute_reads_of_another_root_belongs_to_the_backward_around_t
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_compiled_part_of_a_unit_is_recomputed(reentrant: bool, backend: str) -> None:
+@pytest.mark.parametrize(("reentrant", "what"), [(False, "module"), (True, "module"), (False, "forward")])
+def test_a_compiled_part_of_a_unit_is_recomputed(reentrant: bool, what: str, backend: str) -> None:
     class Part(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -60,7 +60,10 @@ def test_a_compiled_part_of_a_unit_is_recomputed(reentrant: bool, backend: str) 
         torch._dynamo.reset()
         model = nn.Sequential(Part(), Part())
         for part in model:
-            part.inner.compile(backend=backend)
+            if what == "module":
+                part.inner.compile(backend=backend)
+            else:
+                part.inner.forward = torch.compile(part.inner.forward, backend=backend)
         if shards:
             fsdp.fully_shard(model)
         model(torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()).square().sum().backward()
