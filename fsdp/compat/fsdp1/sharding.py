@@ -195,7 +195,9 @@ def wrap_children(module: nn.Module, policy: Any, instance: Any, arguments: dict
     # torch puts an instance in one place; without it in all places of a shared module, state dicts have parts under other names
     wrapped = {one._fsdp_wrapped_module: one for one in instances_in(module)}
     for outer in [one for one in module.modules() if one not in wrapped.values()]:
-        outer._modules.update({name: wrapped[one] for name, one in outer._modules.items() if one in wrapped})
+        for name, one in [*outer._modules.items()]:
+            if one in wrapped:
+                outer._modules[name] = wrapped[one]
 
 
 def precision(instance: Any) -> MixedPrecisionPolicy:
