@@ -149,7 +149,7 @@ def choose_cuts(
             _check_mesh(name, info.mesh, root, config)
             _check_part(f"parameter {name!r}", {name: ranks_around(info.mesh, [info.parameter])}, root, config)
         if config.dtensors:
-            check_order(name, [info.mesh or mesh, getattr(info.parameter, "device_mesh", None)])
+            check_order(name, info.parameter, info.mesh or mesh)
         if _is_dtensor(info.parameter):
             check_joins(name, info.parameter, info.mesh or mesh)
 
@@ -241,7 +241,7 @@ def _parameter_problem(parameter: Tensor, dtensors: bool) -> str | None:
             f"is a {kind.__name__}, a tensor class with operators of its own, as quantised weights are; its parts would be "
             "plain tensors. Convert it to a plain parameter, or name its module in ignored_modules."
         )
-    if REPLACED in parameter.__dict__:
+    if REPLACED in parameter.__dict__ and parameter.requires_grad:
         return (
             "is tied to one of a unit that was wrapped before, where a DTensor has replaced it, so that both would be trained. "
             "Wrap the module that contains all uses, or those that share it as one unit: fully_shard([module_a, module_b])."

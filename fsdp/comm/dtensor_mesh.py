@@ -117,17 +117,18 @@ def check_joins(name: str, parameter: Any, mesh: Any) -> None:
         ) from problem
 
 
-def check_order(name: str, meshes: Iterable[Any]) -> None:
-    """Check that the ranks ascend in each dimension of the meshes over which a parameter is a DTensor.
+def check_order(name: str, parameter: Any, mesh: Any) -> None:
+    """Check that the ranks ascend in each dimension of a mesh that cuts a parameter: the last one of `mesh`, and those before.
 
     torch sorts the ranks of groups: in another order its collectives and its checkpoints disagree on who has which part.
 
     Raises:
         ShardingError: they do not.
     """
-    for ranks in [mesh.mesh for mesh in meshes if isinstance(mesh, DeviceMesh)]:
-        if any([(ranks.diff(dim=dim) < 0).any() for dim in range(ranks.ndim)]):
+    own = [(parameter.device_mesh, i, not one.is_replicate()) for i, one in enumerate(getattr(parameter, "placements", ()))]
+    for one, dim, cuts in [(mesh, -1, True), *own]:
+        if cuts and isinstance(one, DeviceMesh) and (one.mesh.diff(dim=dim) < 0).any():
             raise ShardingError(
-                f"parameter {name!r} would be a DTensor over the ranks {ranks.tolist()}, which do not ascend, and checkpoints of "
-                "torch would mix up its parts; give a mesh whose ranks ascend in each dimension."
+                f"parameter {name!r} would be a DTensor over the ranks {one.mesh.tolist()}, which do not ascend, and checkpoints "
+                "of torch would mix up its parts; give a mesh whose ranks ascend in each dimension that cuts it."
             )

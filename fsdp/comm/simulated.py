@@ -118,8 +118,8 @@ class SimulatedRank:
         self._comms: dict[str, SimulatedCommunicator] = {}
 
     def comm(self, name: str, ranks: Sequence[int] | None = None) -> "SimulatedCommunicator":
-        """Return the communicator of that name among `ranks` (None: all). The n-th calls of its ranks in an epoch meet."""
-        members = tuple(range(self.size) if ranks is None else ranks)
+        """Return the communicator of that name among `ranks` (None: all), sorted. The n-th calls in an epoch meet."""
+        members = tuple(range(self.size) if ranks is None else sorted(ranks))
         full = name if len(members) == self.size else f"{name} of {name_ranks(members)}"
         if full not in self._comms:
             self._comms[full] = SimulatedCommunicator(self._world, self, full, members)

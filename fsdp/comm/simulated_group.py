@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -25,7 +25,6 @@ from fsdp.comm.routed_group import Beside, RoutedWork
 from fsdp.errors import ShardingError, WorldError
 
 c10d_bindings: Any = torch._C._distributed_c10d
-_numbers: Final = count(1)
 BACKEND: Final = "simulated"
 """The name of the backend, as `torch.distributed.get_backend` returns it."""
 
@@ -41,12 +40,11 @@ def torch_groups(current_rank: Callable[[], Any]) -> Iterator[None]:
     torch_state: Any = c10d
     before = torch_state._world
     dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu"])
-    worlds = torch_state._world = _Worlds(before, current_rank)
+    torch_state._world = _Worlds(before, current_rank)
     # torch keeps plans of redistributions by mesh: those of two ranks are equal to it, unless this number is another one
     mesh_class: Any = DeviceMesh
     mesh_class._thread_id = property(
-        lambda mesh: getattr(worlds, "number", None),
-        lambda mesh, given: mesh.__dict__.update(_thread_id=given),
+        lambda mesh: getattr(current_rank(), "rank", None), lambda mesh, given: mesh.__dict__.update(_thread_id=given)
     )
     # a group is looked up by its name, which ranks have alike, in what its own thread has registered
     c10d_bindings._set_thread_isolation_mode(True)
@@ -91,8 +89,6 @@ class _WorldOfRank:
         self.pg_to_tag: dict[Any, str] = {}
         self.pg_coalesce_state: dict[Any, Any] = {}
         self.group_count = 0
-        self.number = next(_numbers)
-        """Another one for each rank of each world."""
 
     @property
     def default_pg(self) -> Any:
@@ -256,8 +252,8 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     @_of_ordinary_tensors
     def gather(self, outputs: list[list[Tensor]], chunks: list[Tensor], opts: Any = None) -> Any:
         gathered = self._gathered(chunks[0])
-        for one, value in zip(*(outputs or [[]]), gathered, strict=False):
-            one.copy_(value)
+        for output in outputs:  # none on the other ranks
+            torch._foreach_copy_(output, [*gathered])
         return _done(chunks)
 
     @_of_ordinary_tensors
@@ -311,7 +307,8 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        # torch 2.15 would record a group that has a device while it makes it, which it can only do with groups of its own
+        return [torch.device("cpu")] * (self in c10d._world.pg_names)
 
     @_of_ordinary_tensors
     def barrier(self, opts: Any = None) -> Any:

@@ -203,7 +203,8 @@ class Unit:
         A recompute of such a part would be compiled anew: torch.compile compares the class of each dict with that of the forward.
         """
         self._write_back = self.write_back_inplace_of_recompute
-        self.stop_intercepting()
+        for module_params in self._module_params:
+            module_params.stop_intercepting()
 
     def intercept_reads(self) -> None:
         """Answer each read of the unsharded parameters with a fresh copy, because an optimizer may step."""
@@ -226,7 +227,7 @@ class Unit:
 
     def on_listed(self, parameter: nn.Parameter) -> None:
         """In a backward, code lists the parameters that a module shows, this one among them. It may change what is unsharded."""
-        if self.unsharded_of(parameter) is not parameter:
+        if self._open or self.unsharded_of(parameter) is not parameter:
             return
         self.sync_requires_grad()
         self._write_back = self._write_back or self.write_back_inplace

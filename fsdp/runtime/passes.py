@@ -373,7 +373,8 @@ class Passes:
 
 def _is_compiled(module: nn.Module, others: Collection[nn.Module]) -> bool:
     """Whether torch.compile has compiled `module`, an attribute of it, or one below it that is none of `others`."""
-    is_itself = module._compiled_call_impl is not None or any(map(is_compiled, module.__dict__.values()))
+    functions = (type(module).forward, *module.__dict__.values())
+    is_itself = module._compiled_call_impl is not None or any(map(is_compiled, functions))
     return is_itself or any([child not in others and _is_compiled(child, others) for child in module.children()])
 
 

@@ -236,11 +236,12 @@ def part_of(
     """
     from torch.distributed.tensor import Replicate
 
-    ranks = [(getattr(one, "dim", None), mesh.size(i)) for i, one in enumerate(placements)]
-    parts = {dim: math.prod(size for other, size in ranks if other == dim) for dim, _ in ranks}
-    cut_last = [i for i, one in enumerate(placements) if getattr(one, "split_factor", 0) * ranks[i][1] == parts[ranks[i][0]]]
-    for place in cut_last[:1]:
+    strided = [i for i, one in enumerate(placements) if hasattr(one, "split_factor")]
+    for place in strided[:1]:
         cut = placements[place]
+        cuts = [(i, mesh.size(i)) for i, one in enumerate(placements) if getattr(one, "dim", None) == cut.dim]
+        if cuts[0][0] != place or math.prod(size for _, size in cuts[1:]) != cut.split_factor:
+            break  # it was not cut last
         before = [*placements[:place], Replicate(), *placements[place + 1 :]]
         sizes, offsets = map(list, part_of(theirs, shape, mesh, before))
         length = sizes[cut.dim]
@@ -278,6 +279,7 @@ def replace_by_dtensor(original: nn.Parameter, shard: Tensor, former: nn.Paramet
         return former
     made = nn.Parameter(shard, original.requires_grad)
     made.__dict__.update(original.__dict__)
+    made.__dict__.pop(REPLACED, None)
     made.__dict__[STANDS_FOR] = True
     for hook in (original._post_accumulate_grad_hooks or {}).values():
         made.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import fsdp
 from fsdp.compat.fully_shard import fully_shard
+from fsdp.shards.dtensors import part_of
 from tests.building import test_experts as experts
 from tests.support.ranks import on_ranks, refused_everywhere
 
@@ -339,6 +342,27 @@ def test_ranks_ascend_where_shards_are_dtensors(rank: int, order: list[Any]) -> 
     if mesh.ndim > 1:
         parallelize_module(model[0], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fsdp.fully_shard(model, mesh=mesh["dp"], dtensors=mesh.ndim == 1)
+
+
+@pytest.mark.parametrize(("order", "dtensors"), [([[2, 3], [0, 1]], True), ([[0, 2], [1, 3]], False)])
+def test_replicas_may_be_in_any_order(order: list[list[int]], dtensors: bool, tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        mesh, model = DeviceMesh("cpu", order, mesh_dim_names=("replica", "dp")), plain("dtensors")
+        fsdp.fully_shard(model, mesh=mesh, sharding_strategy="HYBRID_SHARD", dtensors=dtensors)
+        fsdp.save(tmp_path / "it", model)
+        nn.init.zeros_(model[2].weight)
+        fsdp.load(tmp_path / "it", model)
+        same(full(model), plain("dtensors").state_dict(), 0.0)
+
+    fsdp.simulate(4, program)
+
+
+@on_ranks(4)
+def test_torch_says_where_parts_are_that_it_has_cut(rank: int) -> None:
+    mesh, shape = init_device_mesh("cpu", (2, 2)), (8,)
+    for placements in ((Shard(0), _StridedShard(0, split_factor=2)), (Shard(0), Replicate()), (Replicate(), Shard(0))):
+        wanted = compute_local_shape_and_global_offset(shape, mesh, placements)
+        assert part_of(compute_local_shape_and_global_offset, shape, mesh, placements) == wanted
 
 
 @pytest.mark.parametrize(("saves", "loads", "rows"), [((4, 2), (4, 2), 9), ((3, 2), (2, 3), 7), ((2, 3), (3, 2), 13)])

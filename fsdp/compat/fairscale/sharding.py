@@ -215,14 +215,15 @@ def take_shared(module: nn.Module, dtype: torch.dtype, has_own: bool) -> list[Sh
     `has_own`: whether this instance has parameters of its own.
 
     Raises:
-        ShardingError: it has none, or a parameter is tied to one that a flat instance has put into its vector.
+        ShardingError: it has none, or a parameter that is trained is tied to one that a flat instance has put into its vector.
     """
     inner = {id(one) for one in instances_in(module)}
     found: dict[int, SharedParam] = {}
     for owner in () if id(module) in inner else modules_within(module, inner):
         for name, parameter in owner._parameters.items():
-            if hasattr(parameter, "_is_flattened") or (hasattr(parameter, "_is_sharded") and not has_own):
-                why = "a flat instance has put into its vector" if has_own else "another instance has, and this one has no other"
+            is_lost = parameter is not None and hasattr(parameter, "_is_flattened") and parameter.requires_grad
+            if is_lost or (hasattr(parameter, "_is_sharded") and not has_own):
+                why = "a flat instance has put into its vector" if is_lost else "another instance has, and this one has no other"
                 raise ShardingError(
                     f"{type(owner).__name__}.{name} is tied to a parameter that {why}. Wrap the module that contains both uses, "
                     "and not each by itself."
