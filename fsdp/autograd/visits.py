@@ -78,7 +78,7 @@ class ForwardCall:
     def nest_in(self, outer: "ForwardCall") -> None:
         """Become a part of `outer`: both have one path, and gradients of the inputs of either may be computed."""
         self.nested = True
-        outer.path.endpoints += self.path.endpoints
+        outer.path.add_endpoints(self.path.endpoints)
         self.path = outer.path
 
     def accept(self, carried: list[weakref.ref[Tensor]]) -> None:
@@ -136,6 +136,10 @@ class BackwardPath:
         """The number of the backward for which `_nodes_left` counts."""
         self._nodes_left = 0
         """Input nodes that the backward has not reached yet."""
+
+    def add_endpoints(self, references: Endpoints) -> None:
+        """Add tensors of which `autograd.grad` may compute gradients."""
+        self.endpoints += references
 
     def add_updates(self, count: int) -> None:
         """The call has changed so many of the unit's parameters in place."""

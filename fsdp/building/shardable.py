@@ -103,7 +103,10 @@ def check_ranks(name: str, unit: Unit, comms: CommContext, config: Config) -> No
 
 
 def _check_part(what: str, parameters: Mapping[str, Sequence[int]], root: set[int], config: Config) -> None:
-    """Raise ShardingError unless all ranks of `root` have a part of each of `parameters`, and no option needs more."""
+    """Raise ShardingError unless all ranks of `root` have a part of each of `parameters`, given as their ranks by name.
+
+    Also if an option is given with which all ranks must have the same units.
+    """
     for name, ranks in parameters.items():
         if set(ranks) != root:
             raise ShardingError(
@@ -213,7 +216,7 @@ def check_devices(plan: Sequence[Planned], comm: Communicator) -> None:
 
 
 def check_renormalised(plan: Sequence[Planned], comm: Communicator) -> None:
-    """Raise ShardingError if, on several ranks, an embedding changes rows that it looks up (`max_norm`): others on each."""
+    """Raise ShardingError if an embedding among several ranks changes the rows it looks up (`max_norm`): each has others."""
     for one in plan if comm.size > 1 else ():
         for info in one.param_infos:
             for module, _ in info.slots:

@@ -118,12 +118,9 @@ def check_joins(name: str, parameter: Any, mesh: Any) -> None:
 
 
 def check_order(name: str, parameter: Any, mesh: Any) -> None:
-    """Check that the ranks ascend in each dimension of a mesh that cuts a parameter: the last one of `mesh`, and those before.
+    """Raise ShardingError unless the ranks ascend in the dimensions that cut: the last of `mesh`, and of tensor parallelism.
 
     torch sorts the ranks of groups: in another order its collectives and its checkpoints disagree on who has which part.
-
-    Raises:
-        ShardingError: they do not.
     """
     own = [(parameter.device_mesh, i, not one.is_replicate()) for i, one in enumerate(getattr(parameter, "placements", ()))]
     for one, dim, cuts in [(mesh, -1, True), *own]:

@@ -137,7 +137,7 @@ def open_routed(group: dist.ProcessGroup | None, comms: CommContext) -> tuple[An
         return one, comms
     peers = comms.joint.monitor
     if isinstance(peers, DevicePeerMonitor) and _carries_on_device(one):
-        peers.counts_all = False
+        peers.expect_uncounted_launches()
         if one not in _abortable:
             _abortable.add(one)
             peers.aborts.append(partial(_abort, weakref.ref(one)))

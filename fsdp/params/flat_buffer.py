@@ -346,7 +346,7 @@ class FlatBuffer:
                 refuse_grad_dtype(self.param_infos[i].names[0], parameter.dtype)
 
     def refuse_grads_of_other_dtype(self, gradients: Sequence[Tensor | None]) -> None:
-        """Raise ShardingError if code in a forward has set `grad_dtype` of an unsharded parameter, and set it back."""
+        """Raise ShardingError, and set it back, if code in a forward has set `grad_dtype` of an unsharded parameter."""
         dtype = self.unsharded.dtype
         for info, unsharded, gradient in zip(self.param_infos, self.unsharded_params, gradients, strict=True):
             if gradient is not None and gradient.dtype is not dtype:

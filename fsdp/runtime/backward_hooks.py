@@ -213,11 +213,7 @@ class BackwardHooks(RefuseCopy, UnitObserver):
                 self.visit.endpoint_handles[id(tensor)] = handle
 
     def hook_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Put a hook on the node that made each gradient.
-
-        Raises:
-            ShardingError: the backward has is_grads_batched=True.
-        """
+        """Put a hook on the node that made each gradient. Raise ShardingError if the backward has is_grads_batched=True."""
         for gradient in gradients:
             if gradient is not None and is_batched(gradient):
                 raise self._refusal(

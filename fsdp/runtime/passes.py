@@ -183,7 +183,7 @@ class Passes:
         done = engine.request(index, Request.UNSHARD)
         if done and in_backward:
             self._reducer.gathered(index)
-        if in_backward and self._compiled and self._is_compiled(index):
+        if in_backward and self._compiled and self._has_compiled(index):
             unit.open_in_backward()
         waited = Effect.WAIT_ALL_GATHER in done
         self._streams.unit_begins(waited)
@@ -362,7 +362,7 @@ class Passes:
             self.engine.phases.set_named(profiler._is_profiler_enabled)
         self.engine.stats.begin_pass(is_forward)
 
-    def _is_compiled(self, index: int) -> bool:
+    def _has_compiled(self, index: int) -> bool:
         """Whether torch.compile has compiled a module of a unit. Modules of inner units are left out."""
         others = {module for inner in self.engine.descendants[index] for module in self._units[inner].modules}
         return any([_is_compiled(module, others) for module in self._units[index].modules])

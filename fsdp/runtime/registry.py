@@ -124,11 +124,7 @@ def engines_in(model: nn.Module, function_name: str) -> tuple[Engine, ...]:
 
 
 def engines_of(refs: Sequence[UnitRef], model: nn.Module, function_name: str) -> tuple[Engine, ...]:
-    """The engines of `refs`, which are all units in `model`.
-
-    Raises:
-        ShardingError: `model` is only a part of a root.
-    """
+    """The engines of `refs`, all units in `model`. Raise ShardingError if `model` is only a part of a root."""
     has_root: dict[Engine, bool] = {}
     for ref in refs:
         has_root[ref.engine] = has_root.get(ref.engine, False) or ref.index == 0

@@ -228,3 +228,14 @@ def test_a_tie_that_a_dtensor_has_cut_is_refused(rank: int, first: str, second: 
     model = Tied()
     fsdp.fully_shard(getattr(model, first), dtensors=True)
     fsdp.fully_shard(getattr(model, second), dtensors=True)
+
+
+@on_ranks(2)
+def test_a_frozen_tie_may_be_cut_twice(rank: int) -> None:
+    model = make(Tied)
+    model.embedding.weight.requires_grad_(False)
+    wanted = model(batch(Tied, 0))
+    for module in (model.head, model):
+        fsdp.fully_shard(module, dtensors=True)
+    torch.testing.assert_close(model(batch(Tied, 0)), wanted)
+    adam(model).step()

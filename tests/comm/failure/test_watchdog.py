@@ -123,7 +123,7 @@ def test_a_rank_that_may_wait_in_a_group_of_the_user_is_freed_as_well() -> None:
     users = [Event(), Event()]
     for one, aborted in zip((waiting, failing), users, strict=True):
         one.lines.aborts.append(aborted.set)
-        one.lines.counts_all = False
+        one.lines.expect_uncounted_launches()
     has_time([waiting, failing])
     failing.lines.abandon("blocks.1", ValueError("no"))
     error = waiting.refused()
@@ -134,7 +134,7 @@ def test_a_rank_that_may_wait_in_a_group_of_the_user_is_freed_as_well() -> None:
 def test_ranks_that_failed_alike_keep_the_groups_of_the_user() -> None:
     ranks = ranks_that_launched(*STEADY)
     for one in ranks:
-        one.lines.counts_all = False
+        one.lines.expect_uncounted_launches()
     assert not any(together(*(lambda one=one: one.lines.abandon("blocks.1", ValueError("no")) for one in ranks)))
     assert not any(together(*(lambda one=one: one.launch("b") for one in ranks)))
     has_time(ranks)
