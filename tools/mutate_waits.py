@@ -160,6 +160,7 @@ def main() -> None:
         for mutant in chosen:
             print(f"{mutant.file}:{mutant.line}: {mutant.what}")
         return
+    WANTED.parent.mkdir(parents=True, exist_ok=True)
     WANTED.unlink(missing_ok=True)
     if (wrong := run(None)) is not None:
         sys.exit(f"without any change: {wrong}")

@@ -319,7 +319,7 @@ class ShardPlacement(Placement):
 class DTensorPlacement(Placement):
     """One parameter of a flat buffer. Its shard is a DTensor. See [Note: shards as DTensors]."""
 
-    __slots__ = ("_dtensor", "_ranks", "_spec", "_unsharded_spec", "dim")
+    __slots__ = ("_dtensor", "_grad_form", "_grad_placements", "_ranks", "_spec", "_unsharded_spec", "dim")
 
     refuses_data: ClassVar = True
     replaces_param: ClassVar = True
@@ -344,6 +344,8 @@ class DTensorPlacement(Placement):
         self._spec, self._unsharded_spec, self._ranks = specs
         self.dim = dim
         self._dtensor = dtensor
+        self._grad_placements: tuple[Any, ...] = ()
+        self._grad_form: GradForm | None = None
 
     @property
     def shape(self) -> Shape:
@@ -399,7 +401,9 @@ class DTensorPlacement(Placement):
         spec = self._unsharded_spec
         if spec is None:
             return super().local_grad(gradient)
-        found = form_of(gradient, spec)
+        if gradient.placements != self._grad_placements:  # most often those of the step before
+            self._grad_placements, self._grad_form = gradient.placements, form_of(gradient.placements, spec)
+        found = self._grad_form
         form = form or found or SUMMED
         is_other = form is not found and form != found
         if is_other:

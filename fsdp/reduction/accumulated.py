@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fsdp.errors import ShardingError
-from fsdp.shards.dtensors import GradForm
+from fsdp.shards.dtensors import GradForm, here_of
 from fsdp.shards.refusals import refuse_unreduced
 from fsdp.shards.shard_parameter import hooks_of
 from fsdp.shards.shard_tensor import ShardTensor, local_operators, make_shard, plain
@@ -124,6 +124,14 @@ class AccumulatedGrad:
                 "the backward that synchronises."
             )
         return is_zero
+
+    def show(self, part: Tensor) -> None:
+        """Let `.grad`, if it was set here, be this rank's part of what is accumulated by now."""
+        if self.owns_shard_grad and not self._is_complete:
+            with local_operators():
+                shown = here_of(self._shard_grad)  # not detached: a sparse tensor would be another one then
+                shown.copy_(part, non_blocking=shown.is_pinned())
+            self._version = self._shard_grad._version
 
     def end(self) -> None:
         """The accumulated gradient is reduced or dropped: what the shard shows is the reduced gradient again."""

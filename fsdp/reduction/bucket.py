@@ -194,6 +194,7 @@ class Bucket:
             self._tracker.add("kept", -size_of(accumulated.unsharded))
             accumulated.unsharded.add_(gradient)
             self._tracker.add("kept", size_of(accumulated.unsharded))
+            accumulated.show(self._local_part(i, accumulated.unsharded))
             return
         param = self.flat.sharded_params[i]
         # `.data` has a count of changes of its own: what autograd accumulates is no change by the user

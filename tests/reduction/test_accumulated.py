@@ -278,6 +278,37 @@ def test_one_rank_shows_all_gradients_under_no_sync_and_they_may_be_changed(rank
     assert torch.equal(gradients_of(model)["bias"].view(-1), torch.full((4,), 2.0))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({}, {"dtensors": True}, {"plain_shards": True}, {"sharding_strategy": "NO_SHARD"}),
+        {"sharding_strategy": "NO_SHARD", "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_each_rank_shows_its_part_of_all_micro_batches_under_no_sync(rank: int, options: dict[str, Any]) -> None:
+    model = fsdp.fully_shard(nn.Linear(4, 4), **options)
+    with fsdp.no_sync(model):
+        for count in range(1, 4):
+            model(torch.ones(1, 4)).sum().backward()
+            part = local(model.weight.grad)
+            assert part.numel() and torch.equal(part, torch.full_like(part, float(count)))
+    # `.grad` may be zeroed as after the first one
+    model.zero_grad(set_to_none=False)
+    model(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(local(model.weight.grad), torch.ones_like(part))
+
+
+@on_ranks(2)
+def test_each_rank_shows_its_sparse_gradient_of_all_micro_batches_under_no_sync(rank: int) -> None:
+    model = fsdp.fully_shard(nn.Embedding(3, 2, sparse=True), sharding_strategy="NO_SHARD")
+    with fsdp.no_sync(model):
+        for count in range(1, 4):
+            model(torch.tensor([0, 2])).sum().backward()
+            assert torch.equal(model.weight.grad.to_dense()[:, 0], torch.tensor([1.0, 0.0, 1.0]) * count)
+
+
 @ON_ONE_RANK
 @on_ranks(1)
 def test_one_rank_adds_to_a_gradient_from_before_under_no_sync(rank: int, options: dict[str, Any]) -> None:

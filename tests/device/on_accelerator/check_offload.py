@@ -188,8 +188,9 @@ def test_what_works_on_shards_works_in_host_memory(strategy: str, tmp_path: Path
         assert first_difference(found, wanted) is None, scheduler.name
 
 
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("scheduler", [Scheduler.LAZY, Scheduler.RANDOM, Scheduler.STARVE])
-def test_gradients_are_read_and_weights_changed_right_after_a_backward_under_no_sync(scheduler: Scheduler) -> None:
+def test_gradients_are_read_and_weights_changed_right_after_a_backward_under_no_sync(scheduler: Scheduler, strategy: str) -> None:
     def train(rank: int, device: str, **options: Any) -> dict[str, torch.Tensor]:
         model, optimizer = model_of(device, **options)
         found = {}
@@ -204,8 +205,8 @@ def test_gradients_are_read_and_weights_changed_right_after_a_backward_under_no_
         step(model, optimizer, rank, device, 3)
         return {**found, **full_weights(model)}
 
-    wanted = fsdp.simulate(2, lambda rank: train(rank, "cpu"))
-    found = run(2, lambda rank: train(rank, f"{NAME}:{rank}", offload_policy=OFFLOAD), scheduler, 2)
+    wanted = fsdp.simulate(2, lambda rank: train(rank, "cpu", sharding_strategy=strategy))
+    found = run(2, lambda rank: train(rank, f"{NAME}:{rank}", sharding_strategy=strategy, offload_policy=OFFLOAD), scheduler, 2)
     assert first_difference(found, wanted) is None
 
 
