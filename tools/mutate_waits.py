@@ -24,6 +24,7 @@ from typing import Final, NamedTuple
 ROOT: Final = Path(__file__).resolve().parents[1]
 EXCEPT: Final = {
     "fsdp/checkpoint/dcp.py": "futures of torch's readers and writers of checkpoints, on the host",
+    "fsdp/comm/routed_group.py": "collectives of gloo, on the host",
     "fsdp/comm/simulated.py": "threads of simulated ranks, whose tensors are on the host",
     "fsdp/comm/work.py WorkBatch": "collectives of gloo, on the host",
     "fsdp/debug/delays.py": "it adds delays to the waits of other streams, and runs in tests alone",

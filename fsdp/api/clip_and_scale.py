@@ -181,6 +181,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         backoff_factor: what it is multiplied by after an overflow.
         growth_interval: the number of steps without an overflow before it grows.
         enabled: False makes every method do nothing.
+        pp_mesh: for a pipeline, of which `model` is a stage of this rank, the one-dimensional mesh of the stages.
     """
 
     def __init__(
@@ -193,12 +194,17 @@ class ShardedGradScaler(torch.amp.GradScaler):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
+        pp_mesh: Mesh | None = None,
     ) -> None:
         engine = engines_in(model, "ShardedGradScaler")[0]
         self._found_on = engine.units[0].shard_device
         kind = device or self._found_on.type
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self._comm = engine.comms.joint
+        self._comms = [engine.comms.joint]
+        self.asks_stages = pp_mesh is not None
+        """Whether all stages of a pipeline skip a step together."""
+        if pp_mesh is not None:
+            self._comms.append(open_comms(None, pp_mesh, MeshKind.SHARD).world_comm)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -209,5 +215,6 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if not found:  # this rank holds no gradient of this optimizer, and the other ranks still call the collective
             found = {self._found_on: torch.zeros((), device=self._found_on)}
         for flag in found.values():
-            self._comm.all_reduce(flag, "max", "found inf").wait()
+            for comm in self._comms:
+                comm.all_reduce(flag, "max", "found inf").wait()
         return found

@@ -2,15 +2,21 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
+from weakref import WeakSet
 
+import torch
 from torch import Tensor
 from torch.distributed import pipelining
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+from torch.optim import Optimizer
 
+from fsdp.api.clip_and_scale import ShardedGradScaler
 from fsdp.comm.open_communicators import ProcessGroup, open_routed
+from fsdp.errors import ShardingError
 from fsdp.params.gathered_copies import backward_without_a_loss
+from fsdp.params.shown_params import owning_unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_in, unit_ref_of
 from state_machine import Event, Request
@@ -41,6 +47,10 @@ class PipelineStage(pipelining.PipelineStage):
     @wraps(pipelining.PipelineStage.__init__)  # type: ignore[misc]  # the signature that help shows
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
+        if self.group_size > 1:
+            for engine in self._engines():
+                _staged.update(engine.units)
+                _let_scalers_ask_stages()
         # torch 2.14 has a name for each direction besides
         for name in ("_downstream_group", "_upstream_group"):
             if getattr(self, name, self) in (None, self.group):
@@ -106,6 +116,30 @@ class PipelineStage(pipelining.PipelineStage):
                 engine.request(index, Request.RESHARD)
             engine.in_pipeline_step = False
         self.scale_grads(grad_scale_factor)
+
+
+_staged: WeakSet[Any] = WeakSet()
+"""The units of stages of pipelines of several ranks."""
+
+
+@cache
+def _let_scalers_ask_stages() -> None:
+    """From now on, refuse gradient scalers that would let one stage of a pipeline skip a step alone."""
+    scaler: Any = torch.amp.GradScaler
+    unscale = scaler._unscale_grads_
+
+    @wraps(unscale)
+    def refuse(self: Any, optimizer: Optimizer, *args: Any) -> Any:
+        stepped = (owning_unit(p) for group in optimizer.param_groups for p in group["params"])
+        asks_stages = isinstance(self, ShardedGradScaler) and self.asks_stages
+        if not asks_stages and any(unit in _staged for unit in stepped):
+            raise ShardingError(
+                f"{type(self).__name__}: the optimizer steps a stage of a pipeline, and an overflow in another stage would not "
+                "be known here; use fsdp.ShardedGradScaler(module, pp_mesh=mesh['pp']), with the mesh of the stages."
+            )
+        return unscale(self, optimizer, *args)
+
+    scaler._unscale_grads_ = refuse
 
 
 @contextmanager

@@ -2,13 +2,10 @@
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
-from functools import partial
+from dataclasses import is_dataclass
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 DEPTH: Final = 8
 """How many levels of nested containers are searched."""
@@ -78,22 +75,3 @@ def _in_attributes(thing: Any, depth: int) -> Iterator[Tensor]:
         slots = owner.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             yield from tensors_in(getattr(thing, name, None), depth - 1)
-
-
-def cast_floating(thing: Any, dtype: torch.dtype) -> Any:
-    """`thing` with its floating-point tensors in `dtype`. Plain objects in it stay as they are."""
-    return tree_map(partial(_cast_leaf, dtype), thing, is_leaf=_is_dataclass_object)
-
-
-def _cast_leaf(dtype: torch.dtype, leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.to(dtype) if leaf.is_floating_point() and leaf.dtype != dtype else leaf
-    if _is_dataclass_object(leaf):
-        values = {field.name: cast_floating(getattr(leaf, field.name), dtype) for field in fields(leaf) if field.init}
-        return replace(leaf, **values)
-    return leaf
-
-
-def _is_dataclass_object(thing: Any) -> bool:
-    # a dataclass that is also a mapping (for example a model output) is rebuilt as it is registered with pytree
-    return is_dataclass(thing) and not isinstance(thing, type | Mapping)

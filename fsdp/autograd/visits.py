@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from fsdp.autograd.cast import Cast
 from fsdp.autograd.pytree import tensors_in
 
 Endpoints = Sequence[weakref.ref[Tensor]]
@@ -47,7 +48,7 @@ class ForwardCall:
     """One forward of one unit, while it runs."""
 
     __slots__ = (
-        *("carried", "gradients", "guard", "handled", "input_nodes", "nested", "path", "records", "refused", "taken"),
+        *("carried", "cast", "gradients", "guard", "handled", "input_nodes", "nested", "path", "records", "refused", "taken"),
         "unit",
     )
 
@@ -62,6 +63,8 @@ class ForwardCall:
         """The exception that was being handled when the call began. The call did not raise it."""
         self.guard: Any = None
         """The guard of this call, in guard mode."""
+        self.cast: Cast | None = None
+        """What has cast the arguments of this call."""
         self.records = torch.is_grad_enabled()
         """Whether the call makes a graph. It does not in a reentrant checkpoint, which gives its outputs a graph at its end."""
         self.carried: list[weakref.ref[Tensor]] = []

@@ -108,6 +108,11 @@ def _check_part(what: str, parameters: Mapping[str, Sequence[int]], root: set[in
     Also if an option is given with which all ranks must have the same units.
     """
     for name, ranks in parameters.items():
+        if set(ranks) > root:
+            raise ShardingError(
+                f"{what}: {name!r} lies on ranks {sorted(set(ranks) - root)} too, which are none of the root's data ranks, such "
+                "as those of tensor parallelism; spread experts over data ranks alone."
+            )
         if set(ranks) != root:
             raise ShardingError(
                 f"{what} was wrapped over a part of the ranks, and nothing says what the others have in place of "
@@ -341,6 +346,14 @@ def _check_shared_memory(plan: Sequence[Planned]) -> None:
             raise ShardingError(
                 f"parameters {other!r} and {name!r} are two objects over the same memory, so that one changes with the other; "
                 "tie them by assigning the same Parameter to both modules, or clone one."
+            )
+    for name, buffer in buffers_of(plan[0]):
+        is_dense = not is_lazy(buffer) and buffer.layout is torch.strided
+        other, trains = first.get((buffer.device, here_of(buffer).data_ptr()), ("", False)) if is_dense else ("", False)
+        if trains:
+            raise ShardingError(
+                f"buffer {name!r} is over the memory of parameter {other!r}, which is trained and sharded: the buffer would stay "
+                "as it is now. Read the parameter in the forward, or clone it for the buffer."
             )
 
 

@@ -170,7 +170,10 @@ def size_of(tensor: Tensor) -> int:
 
 def storage_key(tensor: Tensor) -> int:
     """A number that is equal for two tensors exactly if they share a storage, with or without memory. Of a DTensor: its part."""
-    return int(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
+    try:
+        return int(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
+    except NotImplementedError:  # a sparse tensor has none, nor has one of mkldnn
+        return id(tensor)
 
 
 class Cutter:

@@ -26,7 +26,8 @@ GatheredCopies = dict[FlatBuffer, Tensor]
 def full_tensor(parameter: Tensor) -> Tensor:
     """The full value of a parameter, outside the forward of its unit. Differentiable, in the parameter's own dtype.
 
-    A gradient, the state of an optimizer, or what is computed from them element by element, is gathered without autograd.
+    A gradient, the state of an optimizer, or what is computed from them element by element, is gathered without autograd. On one
+    rank and with NO_SHARD these are ordinary tensors and full already, so they are refused.
 
     Use it in any loss term on the weights: a norm, an orthogonality penalty, a comparison of two layers.
     Its gradient is averaged over the ranks like every other. Communicates (one gather of the unit), in
@@ -89,7 +90,10 @@ def _refuse_graph(tensor: ShardTensor, caller: str) -> None:
 
 def _known_owner(parameter: Tensor, owner: Owner | None, caller: str) -> Owner:
     if owner is None:
-        raise ShardingError(f"{caller}: this tensor of shape {tuple(parameter.shape)} is not a parameter of a sharded module.")
+        raise ShardingError(
+            f"{caller}: this tensor of shape {tuple(parameter.shape)} is not a parameter of a sharded module. A gradient or a "
+            "state that is an ordinary tensor is full on one rank and with NO_SHARD; with plain_shards it is this rank's part."
+        )
     return owner
 
 

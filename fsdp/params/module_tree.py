@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import is_not
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -61,8 +61,8 @@ class ModuleTree:
             ShardingError: a parameter that is trained was added, a unit's was taken away or replaced, or one is borrowed.
         """
         self.refuse_borrowing(units[0].name)
-        if not self.is_changed:
-            return
+        if not self.is_changed or any([unit.has_full_params for unit in units]):
+            return  # inside a summon modules may show parameters of their own, as by fairscale's names
         for unit in units:
             unit.check_modules()
         for name, _ in self.added():
@@ -101,13 +101,12 @@ class ModuleTree:
         self._frozen = [parameter for _, parameter in self.added(trained=False)]
 
 
-def refuse_transforms(root: str) -> None:
-    """Raise ShardingError while a transform of `torch.func` runs."""
-    if torch._C._are_functorch_transforms_active():
-        raise ShardingError(
-            f"a transform of torch.func (vmap, grad, vjp, jvp, jacrev, ...) goes through {root!r}, whose parameters are gathered "
-            "in place, which it cannot follow; apply it to a plain module, or use torch.autograd.functional."
-        )
+def refuse_transforms(root: str) -> NoReturn:
+    """Raise the error for a transform of `torch.func` that runs."""
+    raise ShardingError(
+        f"a transform of torch.func (vmap, grad, vjp, jvp, jacrev, ...) goes through {root!r}, whose parameters are gathered "
+        "in place, which it cannot follow; apply it to a plain module, or use torch.autograd.functional."
+    )
 
 
 def _modules_below(module: nn.Module | None, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:

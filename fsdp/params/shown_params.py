@@ -40,6 +40,7 @@ class Owner(Protocol):
     """A unit, as seen by code that has only one of its parameters."""
 
     name: str
+    has_full_params: bool
 
     def read(self, parameter: nn.Parameter, module: nn.Module, reader: object) -> Tensor:
         """The full value of `parameter` of `module`, for a forward. `reader`: the object whose method reads it."""

@@ -35,11 +35,6 @@ class FullParams:
         self.in_place_of: dict[int, nn.Parameter] = {}
         """Those that are objects of their own, by the id of the shard."""
 
-    @property
-    def is_gathered(self) -> bool:
-        """Whether there are full parameters."""
-        return bool(self._buffers)
-
     @torch.no_grad()
     def gather(self, unit: str, tracker: MemoryTracker) -> None:
         """Gather the parameters, and turn the user's Parameter objects into them where they can become them.

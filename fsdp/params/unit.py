@@ -26,6 +26,7 @@ from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer, SavedShards
 from fsdp.params.gathered_copies import GatheredCopies, ReadCopies, gather_param, local_param
+from fsdp.params.module_tree import refuse_transforms
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.shown_params import (
     PendingGrads,
@@ -98,6 +99,8 @@ class Unit:
         """See `Home.copies`."""
         self.versions = Versions(self.flats)
         self._full_params = FullParams(self.flats)
+        self.has_full_params = False
+        """Whether the user's Parameter objects point at full parameters, or the modules show these."""
         self._read_copies = ReadCopies(self.param_infos, config.guard)
         self.unsharded_params = tuple(p for flat in self.flats for p in flat.unsharded_params)
         self.pending = PendingGrads(self.sharded_params)
@@ -269,6 +272,8 @@ class Unit:
         Raises:
             ShardingError: the unsharded parameters have another dtype than the shards.
         """
+        if self.has_full_params:
+            return 0  # the modules show these, and the summon writes them back
         changes = sum(map(FlatBuffer.write_back_inplace, self.flats, repeat(self.name), repeat(saved)))
         if changes:
             self.versions.write_back(changes)
@@ -283,6 +288,8 @@ class Unit:
 
         Updates stay where the unsharded parameters share the memory of the shards. Returns the names of what was undone.
         """
+        if self.has_full_params:
+            return []
         undone = [name for flat in self.flats for name in flat.forget_updates()]
         with torch.no_grad():
             for shard, value, name in reversed(saved):
@@ -405,6 +412,8 @@ class Unit:
                 return unsharded
         if parameter is unsharded:  # a hook in a backward inside the forward may have changed what the modules show
             self.write_back_inplace()
+        if torch._C._are_functorch_transforms_active():
+            refuse_transforms(self.name)
         copy = self._gather_param(index, unsharded.dtype)
         if not copy.is_inference():
             self._read_copies.check(self.name)
@@ -536,7 +545,7 @@ class Unit:
         Raises:
             ShardingError: a gradient was set, which no shard would get, or another parameter was put in.
         """
-        if touches.count != self._touches:
+        if touches.count != self._touches and not self.has_full_params:
             self._refuse_put_in()
         self.listed.set(False)
         now = [*map(_GRAD, self.unsharded_params)]
@@ -575,14 +584,10 @@ class Unit:
 
     # full parameters, for summon_full_params -----------------------------------------------
 
-    @property
-    def has_full_params(self) -> bool:
-        """Whether the user's Parameter objects point at full parameters."""
-        return self._full_params.is_gathered
-
     def gather_full(self) -> None:
         """Gather the full parameters, and point the user's Parameter objects at them, or let the modules show them."""
         self._full_params.gather(self.name, self._tracker)
+        self.has_full_params = True
         own = self._full_params.in_place_of
         for index, shard in enumerate(self.sharded_params if own else ()):
             register_owner(own[id(shard)], self)
@@ -605,4 +610,5 @@ class Unit:
             forget_owner(full)
             self._indices.pop(id(full), None)
         self._full_params.free(self._tracker)
+        self.has_full_params = False
         self._rest_on({})

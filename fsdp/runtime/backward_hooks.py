@@ -297,12 +297,13 @@ class AccumulateGradChecks:
         if self._is_checked or torch.is_inference_mode_enabled() or torch._C._are_functorch_transforms_active():
             return
         for info, unsharded in zip(self._unit.param_infos, self._unit.unsharded_params, strict=True):
-            names = [getattr(hook, "__qualname__", "") for hook in (unsharded._backward_hooks or {}).values()]
+            hooks = [*(unsharded._backward_hooks or {}).values(), *(info.parameter._backward_hooks or {}).values()]
+            names = [getattr(hook, "__qualname__", "") for hook in hooks]
             if any([name.startswith("register_multi_grad_hook.") for name in names]):
                 raise ShardingError(
-                    f"torch's register_multi_grad_hook was set on {info.names[0]!r} of unit {self._unit.name!r} before "
-                    "wrapping: it waits for the gradient of a shard, which never comes. Set it inside a forward, give it "
-                    "mode='any', or use p.register_hook."
+                    f"torch's register_multi_grad_hook was set on {info.names[0]!r} of unit {self._unit.name!r}: it "
+                    "waits for the gradient of a shard, which never comes. Set it inside a forward, give it mode='any', or use "
+                    "p.register_hook."
                 )
             # what `p.full_tensor()` of a DTensor returns keeps the node, and code that has looked at it may keep that
             if self._unit.replaces_params or id(info.parameter) in self._relayed:

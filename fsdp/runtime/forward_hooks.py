@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fsdp.autograd.cast import Cast
 from fsdp.autograd.dynamo import uncompiled
 from fsdp.autograd.frames import in_backward, times_running
-from fsdp.autograd.pytree import Attributes, cast_floating, modules_within, tensors_in
+from fsdp.autograd.pytree import Attributes, modules_within, tensors_in
 from fsdp.autograd.visits import ForwardCall, grad_inputs
 from fsdp.debug.guard import Guard
 from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
+from fsdp.params.module_tree import refuse_transforms
 from fsdp.params.shown_params import in_grad_hook
 from fsdp.runtime.backward_hooks import AccumulateGradChecks, BackwardHooks
 from fsdp.runtime.passes import Passes
@@ -123,6 +125,8 @@ class ForwardHooks(RefuseCopy):
             self._engine.refuse_in_grad_hook(f"a forward of unit {self._unit.name!r}")
         carried: list[weakref.ref[Tensor]] = []
         if not call.nested:  # a nested call is a part of the call around it
+            if torch._C._are_functorch_transforms_active():
+                refuse_transforms(self._unit.name)
             carried = self._side_outputs.begin()
             if call.path.recompute:
                 self._passes.pre_recompute(call)
@@ -141,13 +145,16 @@ class ForwardHooks(RefuseCopy):
                 call.guard = Guard(self._unit)
         if (dtype := self._input_dtype) is None or not unsharded:
             return None
-        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+        call.cast = Cast(dtype)
+        return call.cast(args), call.cast(kwargs)
 
     @uncompiled
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._calls:
             return None  # a pre-hook before ours has failed
         call = self._calls[-1]
+        if call.cast is not None:
+            call.cast.write_back()
         if call.refused or call.nested:
             self._calls.pop()
             return None
@@ -165,7 +172,7 @@ class ForwardHooks(RefuseCopy):
             if call.path.recompute:
                 self._passes.leave_recompute(call)
         policy = self._unit.config.mp_policy
-        return None if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
+        return None if policy.output_dtype is None else Cast(policy.output_dtype)(output)
 
     def _end_returned(self, call: ForwardCall, output: Any) -> None:
         """A call has returned: look at what it did to the parameters, then put hooks on its outputs."""
@@ -179,8 +186,8 @@ class ForwardHooks(RefuseCopy):
                 self._unit.refuse_changed()
             self._unit.refuse_lost_acts(call.gradients)
             outputs = self._find_outputs(call, output)
-        except ShardingError as refusal:
-            self._fail(call, refusal)
+        except BaseException as failure:
+            self._fail(call, failure)
             raise
         if call.path.recompute:
             self._engine.on_event(self._index, Event.POST_RECOMPUTE)

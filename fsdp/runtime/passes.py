@@ -33,7 +33,7 @@ from fsdp.autograd.visits import ForwardCall, Pass
 from fsdp.comm.broadcast_buffers import broadcast_buffers
 from fsdp.debug.error_notes import add_note_to_what_ends_the_backward
 from fsdp.errors import ShardingError, WorldError
-from fsdp.params.module_tree import ModuleTree, refuse_transforms
+from fsdp.params.module_tree import ModuleTree
 from fsdp.params.unit import Unit
 from fsdp.runtime.backward_end import kind_of_backward
 from fsdp.runtime.engine import Engine
@@ -132,7 +132,6 @@ class Passes:
             engine.notify_peers(self._units[engine.failing_unit].name, None)
         engine.forward = Pass()
         try:
-            refuse_transforms(outermost.name)
             ModuleTree.of(outermost.module).check(self._units)
             self._path.forward_begins(records_graph)
             engine.watcher.before_forward(records_graph)
@@ -221,16 +220,21 @@ class Passes:
         engine.forward.end(call)
         engine.on_event(index, event)
         if not engine.forward.calls:
-            engine.pending_backward.expect(event is Event.POST_FORWARD and (engine.synchronises or self._root.backward_gathers))
-            for other in engine.gathered_units():
-                engine.request(other, Request.PASS_FAILS if failed else Request.PASS_ENDS)
-            if not torch.is_grad_enabled():
-                self._root.evaluation_ends()
-            self._stale_params.await_copies()
-            if failed:
-                engine.notify_peers(self._units[engine.forward.failed_unit].name, sys.exc_info()[1])
-            else:
-                self._path.forward_ends(index, event is Event.POST_FORWARD)
+            try:
+                is_expected = event is Event.POST_FORWARD and (engine.synchronises or self._root.backward_gathers)
+                engine.pending_backward.expect(is_expected)
+                for other in engine.gathered_units():
+                    engine.request(other, Request.PASS_FAILS if failed else Request.PASS_ENDS)
+                if not torch.is_grad_enabled():
+                    self._root.evaluation_ends()
+                self._stale_params.await_copies()
+                if failed:
+                    engine.notify_peers(self._units[engine.forward.failed_unit].name, sys.exc_info()[1])
+                else:
+                    self._path.forward_ends(index, event is Event.POST_FORWARD)
+            except BaseException as failure:  # a gather of another rank's path fails where it is awaited
+                engine.fail(failure, index)
+                raise
         if failed:
             self._path.step_failed()
 
@@ -373,6 +377,8 @@ class Passes:
 
 def _is_compiled(module: nn.Module, others: Collection[nn.Module]) -> bool:
     """Whether torch.compile has compiled `module`, an attribute of it, or one below it that is none of `others`."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False  # its class has no forward that could be read
     functions = (type(module).forward, *module.__dict__.values())
     is_itself = module._compiled_call_impl is not None or any(map(is_compiled, functions))
     return is_itself or any([child not in others and _is_compiled(child, others) for child in module.children()])

@@ -1,10 +1,13 @@
 """Stages whose parameters are released between the two halves of a backward: the gradients of inputs, then those of weights."""
 
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleavedZeroBubble
 
 import fsdp
 from fsdp.compat.fully_shard import fully_shard
@@ -41,3 +44,34 @@ def test_zero_bubble_trains_as_one_process(strategy: str) -> None:
                 torch.testing.assert_close(fsdp.full_tensor(p.grad), wanted[number].get_parameter(name).grad)
 
     fsdp.simulate(4, program)
+
+
+@pytest.mark.parametrize("asks_stages", [True, False])
+def test_all_stages_skip_a_step_together_or_the_scaler_is_refused(asks_stages: bool) -> None:
+    """A gradient of stage 0 overflows. Stage 1 would step, and go on with another scale."""
+
+    def program(rank: int) -> tuple[float, bool]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        place = mesh["pp"].get_local_rank()
+        module = fsdp.fully_shard(stages()[place], mesh=mesh["dp"], sharding_strategy="SHARD_GRADIENTS")
+        stage = fsdp.PipelineStage(module, place, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        more = {"pp_mesh": mesh["pp"]} if asks_stages else {}
+        scaler: Any = fsdp.ShardedGradScaler(module, init_scale=4.0, **more)
+        schedule = Schedule1F1B(stage, 2, loss_fn=lambda y, x: scaler.scale(nn.functional.mse_loss(y, x)))
+        data = batch(mesh["dp"].get_local_rank())
+        scaler.scale(torch.zeros(()))  # makes the scale
+        schedule.step(*[data] * (place == 0), **({"target": data, "losses": []} if place else {}))  # type: ignore[arg-type]
+        before = [fsdp.to_local(p).clone() for p in module.parameters()]
+        if rank == 0:
+            fsdp.to_local(module[2].weight.grad).fill_(float("inf"))
+        refused = pytest.raises(fsdp.ShardingError, match="GradScaler: the optimizer steps a stage of a pipeline")
+        for one in [scaler] if asks_stages else [scaler, torch.amp.GradScaler("cpu", init_scale=4.0)]:
+            one.scale(torch.zeros(()))
+            with nullcontext() if asks_stages else refused:
+                one.step(optimizer)
+                one.update()
+        after = [fsdp.to_local(p) for p in module.parameters()]
+        return scaler.get_scale(), all(map(torch.equal, after, before))
+
+    assert fsdp.simulate(4, program) == [(2.0 if asks_stages else 4.0, True)] * 4

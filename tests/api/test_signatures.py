@@ -172,9 +172,9 @@ def test_every_option_is_passed_on(rank: int) -> None:
 
 def test_the_options_of_the_scaler_are_torchs() -> None:
     theirs = [*inspect.signature(torch.amp.GradScaler).parameters.values()][1:]
-    ours = [*inspect.signature(fsdp.ShardedGradScaler).parameters.values()][2:]
+    *ours, stages = [*inspect.signature(fsdp.ShardedGradScaler).parameters.values()][2:]
     assert [(one.name, one.default) for one in ours] == [(one.name, one.default) for one in theirs]
-    assert len(ours) == 5
+    assert len(ours) == 5 and (stages.name, stages.default) == ("pp_mesh", None)
     scalers = fsdp.simulate(
         1, lambda rank: fsdp.ShardedGradScaler(fsdp.fully_shard(make_net()), "cpu", **{one.name: 1.5 for one in ours[:2]})
     )

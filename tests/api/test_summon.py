@@ -50,6 +50,27 @@ class TestSummon:
         plain = CASES["tied"].model().state_dict()
         assert_state(model, {name: tensor + writeback for name, tensor in plain.items()})
 
+    @pytest.mark.parametrize("writeback", [True, False])
+    @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+    @on_ranks(2)
+    def test_an_evaluation_inside_computes_with_what_is_shown_and_changes_nothing(
+        self, rank: int, strategy: str, writeback: bool
+    ) -> None:
+        model, plain = fsdp.fully_shard(make_net(), auto_wrap_policy={Block}, sharding_strategy=strategy), make_net()
+        with fsdp.summon_full_params(model, writeback=writeback), torch.no_grad():
+            for p in (*model.parameters(), *plain.parameters()):
+                p.add_(1)
+            torch.testing.assert_close(model(X), plain(X))
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                model(X.T)
+        plain = plain if writeback else make_net()
+        for one in (model, plain):
+            optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+            loss_of(one(X)).backward()
+            optimizer.step()
+        with torch.no_grad():
+            torch.testing.assert_close(model(X), plain(X))
+
     @on_ranks(2)
     def test_an_exception_inside_discards_the_changes(self, rank: int) -> None:
         model = wrap(CASES["net"])

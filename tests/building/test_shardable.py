@@ -140,6 +140,19 @@ def test_two_parameters_over_one_memory_are_named(rank: int, size: int, bad: tup
     fsdp.fully_shard(model)
 
 
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_a_buffer_over_the_memory_of_a_parameter_is_refused_if_that_is_trained(rank: int, strategy: str) -> None:
+    model = two_layers()
+    model[1].register_buffer("table", model[0].weight.data)
+    with pytest.raises(
+        fsdp.ShardingError, match=r"buffer '1\.table' is over the memory of parameter '0\.weight', which is trained"
+    ):
+        fsdp.fully_shard(model, sharding_strategy=strategy)
+    model[0].weight.requires_grad_(False)
+    fsdp.fully_shard(model, sharding_strategy=strategy)
+
+
 @on_ranks(2)
 def test_frozen_parameters_may_share_memory(rank: int) -> None:
     model = nn.Sequential(*two_layers(), nn.Linear(3, 3))
@@ -170,6 +183,7 @@ def test_a_scripted_module_is_named(rank: int, size: int, bad: tuple[int, ...]) 
 
 @on_ranks(2)
 def test_a_scripted_module_without_parameters_may_be_inside(rank: int) -> None:
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))  # from now on, backwards look for compiled modules
     assert_trains(nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.ReLU())))  # type: ignore[no-untyped-call]
 
 

@@ -1,10 +1,14 @@
 """Memory comes and goes under living tensors, and the books are exact."""
 
+from typing import Any
+
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fsdp
 from fsdp.device.storage import MemoryTracker, ResizableStorage, ReusableBuffer, storage_key
+from tests.support.models import is_at_rest
 from tests.support.ranks import on_ranks
 
 
@@ -59,6 +63,39 @@ def test_tensors_of_one_memory_have_one_key_also_while_it_is_released() -> None:
     ResizableStorage(one, "whole")
     ResizableStorage(other, "whole")
     assert storage_key(one) != storage_key(other)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@on_ranks(2)
+def test_tensors_without_a_storage_go_through_units_and_are_attributes_of_them(rank: int, layout: torch.layout) -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.adjacency = nn.Linear(2, 2), torch.eye(2).to_sparse(layout=layout)
+            self.register_buffer("edges", self.adjacency)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.adjacency @ self.linear(x), self.adjacency
+
+    model = fsdp.fully_shard(nn.Sequential(Graph()), auto_wrap_policy={Graph})
+    output, adjacency = model(torch.ones(2, 2))
+    output.sum().backward()
+    assert adjacency.layout is layout and "0.edges" in model.state_dict()
+
+
+@on_ranks(2)
+def test_a_forward_whose_output_cannot_be_searched_leaves_the_model_as_it_was(rank: int) -> None:
+    class Broken(dict[str, Tensor]):
+        def values(self) -> Any:
+            raise RuntimeError("no values")
+
+    model = fsdp.fully_shard(nn.Linear(2, 2))
+    handle = model.register_forward_hook(lambda *_: Broken(), prepend=True)
+    with pytest.raises(RuntimeError, match="no values"):
+        model(torch.ones(1, 2))
+    handle.remove()
+    model(torch.ones(1, 2)).sum().backward()
+    assert is_at_rest(model)
 
 
 def test_spare_memory_is_given_out_again_when_nobody_has_any_of_it() -> None:

@@ -1,6 +1,8 @@
 """A module or parameter that is added, replaced or taken away after wrapping is noticed when the next forward begins."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -245,6 +247,29 @@ def test_transforms_are_refused_in_a_sentence(rank: int, transform: str, strateg
         with pytest.raises(fsdp.ShardingError, match=r"a transform of torch.func \(vmap, grad, .* goes through 'Net', whose"):
             TRANSFORMS[transform](model)
         loss_of(model(X)).backward()
+
+
+class Around(nn.Module):
+    """Applies a transform to its inner unit, or to what reads the weight of that unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit, self.transform = Net(), ""
+
+    def forward(self, x: Tensor) -> Any:
+        if self.transform == "a read of a weight":
+            return torch.vmap(lambda row: row @ self.unit.enter.weight)(x)
+        return TRANSFORMS[self.transform](self.unit) if self.transform else self.unit(x)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "jacrev", "a read of a weight"])
+@on_ranks(2)
+def test_transforms_of_an_inner_unit_are_refused_and_the_next_step_works(rank: int, transform: str, strategy: str) -> None:
+    model = fsdp.fully_shard(Around(), auto_wrap_policy={Net}, sharding_strategy=strategy)
+    for model.transform in (transform, ""):
+        with pytest.raises(fsdp.ShardingError, match="goes through 'unit', whose") if model.transform else nullcontext():
+            loss_of(model(X)).backward()
 
 
 def test_the_jacobian_of_autograd_is_the_remedy() -> None:

@@ -1,6 +1,9 @@
 """Which dtype everything runs in, and how large the error of it may be."""
 
 import dataclasses
+from collections import deque
+from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import pytest
@@ -128,6 +131,90 @@ def test_floating_inputs_are_cast_wherever_they_are_and_nothing_else(rank: int, 
     model(x, (i, [x.double()]), more={"x": x, "mask": b}, count=3)
     floats = [BF16, torch.int64, BF16, BF16, torch.bool, BF16]
     assert caller.seen == (floats if cast else [torch.float32, torch.int64, torch.float64, torch.float32, torch.bool, BF16])
+
+
+@dataclasses.dataclass
+class Losses:
+    total: Tensor | None = None
+    count: int = 0
+
+
+class Writer(nn.Module):
+    """Computes with its weight, and writes into what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, into: Any, cache: Tensor) -> Tensor:
+        y = self.linear(x)
+        loss = y.float().sum()
+        cache[0] = 2
+        if isinstance(into, dict):
+            into.pop("old", None)
+            into[str(len(into))] = loss
+        elif isinstance(into, Losses):
+            into.total, into.count = loss if into.total is None else into.total + loss, into.count + 1
+        else:
+            into.append(loss)
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Writer(), Writer()])
+
+    def forward(self, x: Tensor, into: Any, cache: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, into, cache)
+        return x
+
+
+CONTAINERS: dict[str, Callable[[], Any]] = {
+    "list": list,
+    "deque": deque,
+    "dict": lambda: {"old": torch.ones(1)},
+    "dataclass": Losses,
+}
+
+
+def values_in(into: Any) -> list[Tensor]:
+    return [into.total] if isinstance(into, Losses) else [*(into.values() if isinstance(into, dict) else into)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, BF16])
+@pytest.mark.parametrize("kind", CONTAINERS)
+@on_ranks(2)
+def test_what_a_unit_writes_into_its_inputs_is_the_callers(rank: int, kind: str, dtype: torch.dtype) -> None:
+    plain = Model()
+    model = fsdp.fully_shard(Model(), auto_wrap_policy={Writer}, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=dtype))
+    found: list[list[Tensor]] = []
+    for one in (plain, model):
+        into, cache, kept = CONTAINERS[kind](), torch.tensor([1.0, 1 / 3]), torch.ones(2) / 3
+        with torch.no_grad():
+            one(torch.ones(1, 2), [], kept)
+        one(torch.ones(1, 2), into, cache)
+        sum(values_in(into)).backward()
+        found.append([*values_in(into), cache])
+        assert kept[1] == torch.ones(2)[1] / 3 and cache.tolist() == [2.0, kept[1].item()]
+    for wanted, value in zip(*found, strict=True):
+        torch.testing.assert_close(value.float(), wanted, rtol=2**-6, atol=2**-6)  # a few roundings to bf16
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@on_ranks(2)
+def test_an_input_in_which_nothing_is_cast_is_the_callers_object(rank: int) -> None:
+    class Keeper(nn.Linear):
+        def forward(self, x: Tensor, *things: Any) -> Tensor:
+            self.things = things
+            return super().forward(x)
+
+    given = ({"ids": torch.ones(2, dtype=torch.int64)}, [torch.ones(2, dtype=BF16)], Losses(), (1, None))
+    model = fsdp.fully_shard(Keeper(2, 2), mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=BF16))
+    model(torch.ones(1, 2), *given)
+    assert all(map(is_, model.things, given))
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -478,6 +478,15 @@ def test_of_several_parameters_before_wrapping_run_or_are_refused(rank: int) -> 
     assert len(heard) == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"dtensors": True}, {"plain_shards": True}], ids=str)
+@on_ranks(RANKS)
+def test_of_several_shards_are_refused(rank: int, options: dict[str, Any]) -> None:
+    model = fsdp.fully_shard(make(), auto_wrap_policy={Block}, **options)
+    register_multi_grad_hook(tuple(model.parameters()), lambda _: None)
+    with pytest.raises(fsdp.ShardingError, match=r"register_multi_grad_hook was set on 'enter\.weight'.*which never comes"):
+        model(data(rank, 0))
+
+
 # all together, however it is sharded ------------------------------------------------------------------------------
 
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -323,10 +323,12 @@ def _show_parameters(flat: Flat, data: Tensor, requires_grad: bool) -> None:
 @torch.no_grad()
 def _take_back(flat: Flat, data: Tensor) -> None:
     """Copy parameters that point at other memory now into `data`, and remove them from the modules."""
-    for view, slots in zip(views_of(data, flat.shapes), flat.slots, strict=True):
+    is_full = data.numel() == sum(map(prod, flat.shapes))
+    views = views_of(data, flat.shapes) if is_full else [None] * len(flat.slots)  # a failed step has freed the full parameters
+    for view, slots in zip(views, flat.slots, strict=True):
         module, name = slots[0]
         shown = module._parameters[name]
-        if shown is not None and shown.data_ptr() != view.data_ptr():
+        if view is not None and shown is not None and shown.data_ptr() != view.data_ptr():
             view.copy_(shown)
         for module, name in () if flat.has_own_name else slots:
             del module._parameters[name]

@@ -137,6 +137,20 @@ def test_names_and_shapes_are_fairscales(rank: int) -> None:
     assert apart["first.weight"] == (5,) and apart["first.bias"] == (2,)
 
 
+@pytest.mark.parametrize("flatten", [True, False])
+@on_ranks(2)
+def test_an_evaluation_works_where_full_parameters_are_summoned(rank: int, flatten: bool) -> None:
+    model, plain = wrapped(flatten_parameters=flatten), Net()
+    with model.summon_full_params(), torch.no_grad():
+        for p in (*model.parameters(), *plain.parameters()):
+            p.add_(1)
+        x = torch.ones(2, 3)
+        torch.testing.assert_close(model(x), plain(x))
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(x[:, :1])
+    steps_like(model, plain, rank)
+
+
 def test_the_state_of_each_rank_loads_again_and_is_put_together_offline() -> None:
     def one_rank(rank: int, **config: Any) -> tuple[Any, Any, Any]:
         model = wrapped(**config)

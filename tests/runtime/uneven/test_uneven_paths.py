@@ -221,6 +221,31 @@ def test_ranks_learn_anew_after_a_step_that_was_abandoned() -> None:
     assert fsdp.simulate(2, run) == [["2: IndexError"], ["2: PeerFailed"]]
 
 
+class Layers(nn.ModuleList):
+    def forward(self, x: Tensor, path: list[int]) -> Tensor:
+        for layer in path:
+            x = self[layer](x)
+        return x
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rank_raises_once_for_a_failure_that_it_learns_at_the_end_of_its_forward(seed: int) -> None:
+    """It takes part in a gather of the other rank, which ends where its own forward has returned."""
+
+    def run(rank: int) -> list[str]:
+        model = fsdp.fully_shard(Layers(nn.Linear(4, 4) for _ in range(3)), auto_wrap_policy={nn.Linear}, uneven_paths=True)
+        said, path = [], [[1, 2, 0], [2]][rank]
+        for step in range(6):
+            try:
+                for fails in (False, step == 1 and rank == 0):
+                    model(torch.ones(2, 4), [1, 7] if fails else path).sum().backward()
+            except (IndexError, fsdp.PeerFailed) as failure:
+                said.append(f"{step}: {type(failure).__name__}")
+        return said
+
+    assert fsdp.simulate(2, run, seed=seed) == [["1: IndexError"], ["1: PeerFailed"]]
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "uneven_paths must be True or False": {"uneven_paths": 1},
     "offload_policy and uneven_paths cannot be combined": {"uneven_paths": True, "offload_policy": fsdp.OffloadPolicy()},
