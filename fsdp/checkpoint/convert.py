@@ -7,6 +7,7 @@ torch.save is mapped, so the operating system decides how much of it is in memor
 import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -27,8 +28,9 @@ from fsdp.checkpoint.hf_safetensors import (
     write_index,
 )
 from fsdp.checkpoint.manifest import NAME, read_manifest
+from fsdp.checkpoint.plain_values import pack, storable, unpack
 from fsdp.checkpoint.progress_bar import Progress
-from fsdp.checkpoint.save import RANDOM, CheckpointWriter, pack, unpack
+from fsdp.checkpoint.save import RANDOM, CheckpointWriter
 from fsdp.comm.communicator import SingleRankCommunicator
 from fsdp.errors import ShardingError, require_package
 
@@ -99,7 +101,8 @@ def convert(path: Path, out: Path, to: str, max_shard_size: int) -> None:
                 "fsdp.load_full_optim_state_dict, then fsdp.save."
             )
         meter = Progress("convert", False, 0)
-        CheckpointWriter(out, _each_rank(source, pack), {}, ALONE, None, meter, max_shard_size).finish(ALONE)
+        state = storable("convert", _each_rank(source, partial(pack, "convert: the values of a rank")))
+        CheckpointWriter(out, state, {}, ALONE, None, meter, max_shard_size).finish(ALONE)
 
 
 def _each_rank(state: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:

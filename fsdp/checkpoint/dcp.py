@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp.checkpoint.atomic_folder import not_written
 from fsdp.checkpoint.manifest import record
+from fsdp.checkpoint.plain_values import restored
 from fsdp.comm.agreement import agree_and_gather
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
@@ -174,7 +175,7 @@ class _LoadPlanner(DefaultLoadPlanner):
     on_progress: Callable[[ReadItem], None] = staticmethod(lambda item: None)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        self.state_dict[read_item.dest_index.fqn] = restored(torch.load(value, weights_only=True))
         self.on_progress(read_item)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from fsdp.checkpoint import saved_grads
 from fsdp.checkpoint.manifest import NAME, Manifest, read_manifest
 from fsdp.checkpoint.own_values import refuse_lost_versions, seen_by
+from fsdp.checkpoint.plain_values import unpack
 from fsdp.checkpoint.progress_bar import Progress, ProgressOption
 from fsdp.checkpoint.rng import restore_random_states
-from fsdp.checkpoint.save import EMA_PART, RANDOM, RANK_MARK, Pathlike, layout_entry, unpack
+from fsdp.checkpoint.save import EMA_PART, RANDOM, RANK_MARK, Pathlike, layout_entry
 from fsdp.comm.agreement import agree_on_refusals
 from fsdp.errors import ShardingError
 from fsdp.file_errors import file_errors

@@ -4,7 +4,6 @@ Rule 1: a visible folder is finished. A save writes in a hidden folder beside it
 Rule 2: a background thread writes copies only, and uses a communicator of its own.
 """
 
-import io
 import os
 import time
 import warnings
@@ -20,6 +19,7 @@ from fsdp.checkpoint import own_values, saved_grads
 from fsdp.checkpoint.atomic_folder import begin, hide, not_written, publish, remove_leftovers, removed_on_failure
 from fsdp.checkpoint.background import Saving, finished, run_in_background, wait_for_last
 from fsdp.checkpoint.manifest import NAME, Manifest, read_manifest
+from fsdp.checkpoint.plain_values import pack, storable
 from fsdp.checkpoint.progress_bar import Progress, ProgressOption
 from fsdp.checkpoint.rng import random_states
 from fsdp.comm.agreement import agree_and_gather, agree_on_refusals
@@ -94,9 +94,9 @@ def save(
         if keep_last is not None and keep_last < 1:
             raise ShardingError(f"save: keep_last is {keep_last}; give the number of checkpoints to keep, at least 1.")
         saved_grads.refuse_kept_gradients(model_view)
-        packed = {"extra": pack(dict(extra or {}))}
+        packed = {"extra": pack("save: extra", dict(extra or {}))}
         if rng:
-            packed[RANDOM] = pack(random_states(model_view.units[0].device))
+            packed[RANDOM] = pack("save: the random states", random_states(model_view.units[0].device))
         if ema is not None:
             ema.check_model(model_view)
         meter.check()
@@ -112,6 +112,7 @@ def save(
         state["optimizer"] = _optimizer_state(OptimizerView(model_view, optimizer))
     if ema is not None:
         state[EMA_PART] = ema.state_dict()
+    state = agree_on_refusals(world_comm, "save", lambda: storable("save", state))
     own_values.set_apart(state, model_view)
     own_comm = background_comm(world_comm) if async_ else world_comm
     writer = CheckpointWriter(folder, state, _layout(model_view), world_comm, keep_last, meter)
@@ -236,27 +237,3 @@ def _optimizer_state(optimizer_view: OptimizerView) -> dict[str, Any]:
         if found:
             state[name] = found
     return {"state": state, "param_groups": optimizer_view.options()}
-
-
-def pack(extra: dict[str, Any]) -> bytes:
-    """One rank's `extra` or random states as bytes.
-
-    Raises:
-        ShardingError: `extra` holds more than plain data.
-    """
-    stream = io.BytesIO()
-    torch.save(extra, stream)
-    try:
-        unpack(stream.getvalue())
-    except Exception as error:
-        raise ShardingError(
-            f"save: extra holds something that only unpickling would bring back ({error}); give tensors, numbers, strings, lists "
-            "and dicts."
-        ) from None
-    return stream.getvalue()
-
-
-def unpack(packed: bytes) -> dict[str, Any]:
-    """The reverse of `pack`."""
-    extra: dict[str, Any] = torch.load(io.BytesIO(packed), weights_only=True)
-    return extra

@@ -5,6 +5,7 @@ import random
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.checkpoint import background, dcp, save
+from fsdp.checkpoint.convert import convert
 from tests.checkpoint.test_load import Noisy
 from tests.support.models import CASES, Block, Case, own_batches, train, weights_of, wrap
 from tests.support.optimizers import assert_same, in_groups, trained, wrapped
@@ -260,6 +262,88 @@ def test_random_states_are_left_alone(saved: bool, loaded: bool, size: int, tmp_
         assert_same((torch.get_rng_state(), random.getstate()), before)
 
     fsdp.simulate(size, fn)
+
+
+class Noted(nn.Linear):
+    """Its extra state is what the test sets."""
+
+    note: Any = 0
+
+    def get_extra_state(self) -> Any:
+        return self.note
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state
+
+
+def noted(value: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model with `value` as extra state, and an optimizer with it as an option and in its state."""
+    net = Noted(4, 4)
+    net.note = value
+    model = fsdp.fully_shard(net)
+    optimizer = torch.optim.SGD([{"params": list(model.parameters()), "milestones": value}], lr=0.1)
+    return model, optimizer
+
+
+VALUES = {
+    "keys that are numbers": ({10: 0.5, (1, 2): torch.ones(2)}, None),
+    "empty dicts": ({"scales": {}, "n": [{}, 1, ({}, {3: 1})]}, None),
+    "dotted keys": ({"a.b": 2, "c": {"d.e": 1}}, None),
+    "classes of plain data": ([{1, 2}, (1j, torch.float32), b"x", None], None),
+    "scalars of numpy": (
+        {"rate": numpy.float64(0.5), "many": (numpy.int64(1), [numpy.bool_(True)])},
+        {"rate": 0.5, "many": (1, [True])},
+    ),
+}
+
+
+@pytest.mark.parametrize(("value", "wanted"), VALUES.values(), ids=VALUES)
+def test_values_come_back_as_they_were_saved(value: Any, wanted: Any, tmp_path: Path) -> None:
+    wanted = wanted or value
+
+    def fn(rank: int) -> None:
+        model, optimizer = noted(value)
+        optimizer.state[model.weight]["count"] = numpy.float64(3)
+        fsdp.save(tmp_path / "a", model, optimizer, extra={"value": value})
+        other, again = noted({})
+        assert_same(dict(fsdp.load(tmp_path / "a", other, again)), {"value": wanted})
+        assert_same((other.note, again.param_groups[0]["milestones"]), (wanted, wanted))
+        count = again.state[other.weight]["count"]
+        assert type(count) is float and count == 3
+
+    fsdp.simulate(2, fn)
+    convert(tmp_path / "a", tmp_path / "b.pt", "torch", 10**9)
+    convert(tmp_path / "b.pt", tmp_path / "c", "dcp", 10**9)
+
+    def load(rank: int) -> tuple[Any, Any]:
+        model, optimizer = noted({})
+        fsdp.load(tmp_path / "c", model, optimizer)
+        return model.note, optimizer.param_groups[0]["milestones"]
+
+    assert_same(fsdp.simulate(1, load)[0], (wanted, wanted))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [numpy.ones(2), Path("x"), {3: {"a": numpy.ones(2)}}, [deque([1])], lambda: 0],
+    ids=["array", "path", "inside", "deque", "function"],
+)
+def test_a_value_that_no_load_would_take_is_refused_by_its_key(value: Any, tmp_path: Path) -> None:
+    def fn(rank: int) -> None:
+        model, optimizer = noted(value if rank == 1 else 0)
+        with pytest.raises(
+            fsdp.ShardingError, match=r"save: model\._extra_state\S* holds something that only unpickling"
+        ) as caught:
+            fsdp.save(tmp_path / "a", model)
+        assert "\x1b" not in str(caught.value) and len(str(caught.value)) < 300
+        model.note = 0
+        with pytest.raises(fsdp.ShardingError, match=r"save: optimizer\.param_groups\.0\.milestones\S* holds something"):
+            fsdp.save(tmp_path / "a", model, optimizer)
+        with pytest.raises(fsdp.ShardingError, match="save: extra holds something"):
+            fsdp.save(tmp_path / "a", model, extra={"value": value if rank == 1 else 0})
+
+    fsdp.simulate(2, fn)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_that_was_read_or_written_lives_on_in_a_cycle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,75 @@
+"""Values besides tensors, as a checkpoint keeps them: a load gives back what was saved, or the save refuses it.
+
+Rule: a checkpoint holds plain data, which torch reads with `weights_only`. Scalars of numpy become numbers.
+"""
+
+import io
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
+
+from fsdp.errors import ShardingError
+
+MARK: Final = b"fsdp packed value\n"
+"""Begins the bytes that stand for a dict which Distributed Checkpoint would change: it makes keys text, and drops empty dicts."""
+_PLAIN: Final = (bool, int, float, str, bytes, type(None))
+
+
+def storable(operation: str, value: Any, *path: str | int) -> Any:
+    """The value at `path` of a nested state dict, with bytes for each dict that Distributed Checkpoint would change.
+
+    Empty parts stay, such as the state of an optimizer that has none, and so does extra state that is an empty dict.
+
+    Raises:
+        ShardingError: a value is no plain data. The error begins with `operation` and names it.
+    """
+    value = _number(value)
+    if type(value) in _PLAIN or isinstance(value, Tensor) or hasattr(value, "__create_write_items__"):
+        return value
+    if isinstance(value, Mapping) and (value or len(path) <= 2) and all(type(key) is str for key in value):
+        return {key: storable(operation, inner, *path, key) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(storable(operation, inner, *path, place) for place, inner in enumerate(value))
+    packed = pack(f"{operation}: {'.'.join(map(str, path))}", value)
+    return MARK + packed if isinstance(value, Mapping) else value
+
+
+def restored(value: Any) -> Any:
+    """The reverse of `storable`, for one value that was read."""
+    return tree_map_only(bytes, lambda kept: unpack(kept[len(MARK) :]) if kept.startswith(MARK) else kept, value)
+
+
+def pack(where: str, value: Any) -> bytes:
+    """A value of plain data as bytes.
+
+    Raises:
+        ShardingError: it is no plain data. The error begins with `where`.
+    """
+    stream = io.BytesIO()
+    try:
+        torch.save(tree_map(_number, value), stream)
+        unpack(stream.getvalue())
+    except Exception as error:  # what a foreign class raises when it is pickled
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))  # torch's text has many lines, and escapes for a terminal
+        what = found[1] if found else str(error).partition("\n")[0]
+        raise ShardingError(
+            f"{where} holds something that only unpickling would bring back ({what}); give tensors, numbers, strings, lists and "
+            "dicts."
+        ) from None
+    return stream.getvalue()
+
+
+def unpack(packed: bytes) -> Any:
+    """The reverse of `pack`."""
+    return torch.load(io.BytesIO(packed), weights_only=True)
+
+
+def _number(value: Any) -> Any:
+    """A number for a scalar of numpy; any other value as it is."""
+    numpy = sys.modules.get("numpy")
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
