@@ -45,10 +45,13 @@ def begin(function_name: str, folder: Path, comm: Communicator) -> Path:
     """Let rank 0 make the hidden folder from which `folder` is to be published. Communicates.
 
     Raises:
-        ShardingError: on every rank; `folder` exists, or nothing can be written beside it.
+        ShardingError: on every rank; `folder` exists, is another one on some rank, or nothing can be written beside it.
     """
     names = agree_and_gather(comm, function_name, lambda: _make_hidden(function_name, folder) if comm.rank == 0 else "")
-    return folder.parent / names[0]
+    working = folder.parent / names[0]
+    with removed_on_failure(working, comm):
+        agree_on_refusals(comm, function_name, lambda: _refuse_another(function_name, folder, working))
+    return working
 
 
 @contextmanager
@@ -123,6 +126,16 @@ def _make_hidden(function_name: str, folder: Path) -> str:
         folder.parent.mkdir(parents=True, exist_ok=True)
         (folder.parent / name).mkdir()
     return name
+
+
+def _refuse_another(function_name: str, folder: Path, working: Path) -> None:
+    """Check that the hidden folder `working`, which rank 0 has made for its own `folder`, is there and is for this one."""
+    with file_errors(f"{function_name}: cannot write in {folder.parent}", folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)  # this asks a network's server, where a look may find an old answer
+        if not working.is_dir() or working.name[:-8] != _hidden_name(folder)[:-8]:  # the last 8 characters are random
+            raise ShardingError(
+                f"{function_name}: {folder} is another folder on this rank than on rank 0; give a path that all ranks share."
+            )
 
 
 def _hidden_name(folder: Path) -> str:

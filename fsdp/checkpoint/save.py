@@ -211,9 +211,11 @@ def _prune(folder: Path, keep: int) -> None:
     by_age = []
     for path in folder.glob(f"[!.]*/{NAME}"):
         try:
-            by_age.append((read_manifest(path.parent).saved_at, path.parent))
+            manifest = read_manifest(path.parent)
         except ShardingError:
             continue  # a damaged checkpoint is left for the user to examine
+        if not manifest.missing_or_cut(path.parent):
+            by_age.append((manifest.saved_at, path.parent))
     for _, path in sorted(by_age)[:-keep]:
         try:
             hide(path)

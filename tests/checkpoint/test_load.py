@@ -281,6 +281,28 @@ def test_the_newest_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:
     assert fsdp.latest(tmp_path / "run") == tmp_path / "run" / "3"
 
 
+def test_a_damaged_checkpoint_counts_as_none_that_is_kept(tmp_path: Path) -> None:
+    def fn(rank: int) -> None:
+        model = wrap(CASES["net"])
+        for step in range(3):
+            fsdp.save(tmp_path / str(step), model, keep_last=2)
+            if rank == 0 and step == 1:
+                next((tmp_path / "1").glob("*.distcp")).unlink()
+
+    fsdp.simulate(2, fn)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("path", ["disk {}/a", "step {}"])
+def test_a_path_that_is_another_folder_on_another_rank_is_refused(path: str, tmp_path: Path) -> None:
+    def fn(rank: int) -> None:
+        with pytest.raises(fsdp.ShardingError, match=r"save: .*1.* is another folder on this rank than on rank 0; give a path"):
+            fsdp.save(tmp_path / path.format(rank), wrap(CASES["net"]))
+
+    fsdp.simulate(2, fn)
+    assert not [path for path in tmp_path.rglob("*") if "disk" not in path.name]
+
+
 def test_what_cannot_be_saved_is_refused_and_nothing_appears(tmp_path: Path) -> None:
     def fn(rank: int) -> None:
         model = wrap(CASES["net"])
