@@ -282,7 +282,11 @@ def _optimizer_targets(stored: "StoredCheckpoint", manifest: Manifest | None, op
     paths = {key: path for key, path in stored.paths.items() if path[0] == "optimizer"}
     if not paths:
         raise ShardingError(f"{operation}: it holds no optimizer state; leave the optimizer out.")
-    targets: dict[str, Any] = {key: None for key, path in paths.items() if path[1] == "param_groups"}
+    if not any(path[1] == "param_groups" for path in paths.values()):
+        raise ShardingError(
+            f"{operation}: its optimizer state is flattened; load it with torch's dcp.load and set_optimizer_state_dict."
+        )
+    targets: dict[str, Any] = {key: stored.empty(key) for key, path in paths.items() if path[1] == "param_groups"}
     for key, path in paths.items():
         if path[1] != "state" or len(path) == 3:
             continue  # three parts: this rank had no state of a parameter of which rank 0 had some

@@ -210,6 +210,10 @@ class OptimizerView:
 
     def install(self, state: State, groups: list[dict[str, Any]]) -> None:
         """Load this rank's state by the optimizer's own `load_state_dict`, which converts dtypes and devices."""
+        for group, mine in zip(groups, self.optimizer.param_groups, strict=True):
+            for key in group.keys() & mine.keys():  # a learning rate that a graph reads stays on its device
+                if isinstance(group[key], Tensor) and isinstance(mine[key], Tensor):
+                    group[key] = group[key].to(mine[key].device)
         own_method(self.optimizer, "load_state_dict")(self.numbered(state, groups))
         adopt_state(self.optimizer)
 

@@ -240,6 +240,41 @@ def test_the_state_of_any_optimizer_goes_through_a_checkpoint(make: Any, tmp_pat
     assert_same(fsdp.simulate(2, load)[0], wanted)
 
 
+def test_options_that_are_tensors_come_back_where_the_optimizer_has_its_own(tmp_path: Path) -> None:
+    def make(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(params, lr=torch.tensor(0.01))
+
+    def fn(rank: int) -> None:
+        model, optimizer = trained(CASES["net"], rank, make)
+        optimizer.param_groups[0]["lr"].fill_(0.5)
+        fsdp.save(tmp_path / "a", model, optimizer)
+        for device in ("cpu", "meta"):
+            other, again = wrapped(CASES["net"], make)
+            again.param_groups[0]["lr"] = again.param_groups[0]["lr"].to(device)
+            fsdp.load(tmp_path / "a", other, again)
+            assert again.param_groups[0]["lr"].device.type == device
+            assert device == "meta" or again.param_groups[0]["lr"] == 0.5
+            for one, two in zip(model.parameters(), other.parameters(), strict=True):
+                assert_same(again.state[two], optimizer.state[one])
+
+    fsdp.simulate(2, fn)
+
+
+def test_flattened_optimizer_state_is_refused(tmp_path: Path) -> None:
+    plain, adam = CASES["net"].model(), torch.optim.Adam
+    optimizer = adam(plain.parameters())
+    state = get_optimizer_state_dict(plain, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    dcp.save({"model": plain.state_dict(), "optimizer": state}, checkpoint_id=tmp_path / "a")
+
+    def load(rank: int) -> None:
+        with pytest.raises(
+            fsdp.ShardingError, match=r"load .*a: its optimizer state is flattened; load it with torch's dcp.load"
+        ):
+            fsdp.load(tmp_path / "a", *wrapped(CASES["net"], adam))
+
+    fsdp.simulate(2, load)
+
+
 class ColumnStatistics(torch.optim.SGD):
     """An optimizer of a user, into whose state the test writes."""
 
