@@ -226,9 +226,9 @@ def _prune(folder: Path, keep: int) -> None:
 
 def _optimizer_state(optimizer_view: OptimizerView) -> dict[str, Any]:
     """This rank's part of an optimizer's state, nested by parameter name. Communicates."""
-    rank, local = optimizer_view.rank, optimizer_view.local()
+    places, rank, local = optimizer_view.placed(), optimizer_view.rank, optimizer_view.local()
     state: State = {}
-    for name, kept in optimizer_view.placed().items():
+    for name, kept in places.items():
         found: dict[str, Any] = {}
         for key, one in kept.items():
             if not isinstance(one, StatePlacement):

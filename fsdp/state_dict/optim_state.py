@@ -116,7 +116,16 @@ class OptimizerView:
 
         Adagrad makes state for such a parameter too, and never steps it, so its step count there is another than on the ranks
         that have elements.
+
+        Raises:
+            ShardingError: the optimizer keeps state under a key that is no parameter.
         """
+        foreign = [key for key, kept in self.optimizer.state.items() if kept and not isinstance(key, Tensor)]
+        if foreign and self._given is None:
+            raise ShardingError(
+                f"{self.operation}: the optimizer has state under {foreign}, which belongs to no parameter and would be lost; "
+                "keep it in an option of its groups, or outside the optimizer."
+            )
         state: Mapping[Any, dict[str, Any]] = self.optimizer.state if self._given is None else self._given
         kept: State = {name: state[p] for name, p in self.parameters.items() if self.holds(name) and state.get(p)}
         for name in kept.keys() & self.param_shards.keys():
@@ -242,7 +251,7 @@ def full_optim_state_dict(
 def gather_optim_state(optimizer_view: OptimizerView, rank0_only: bool, device: torch.device | str) -> FullOptimState:
     """See `full_optim_state_dict`. Communicates."""
     wanted = optimizer_view.world_comm.rank == 0 or not rank0_only
-    local, state = optimizer_view.local(), optimizer_view.placed()
+    state, local = optimizer_view.placed(), optimizer_view.local()  # the ranks agree on refusals first
     for name, kept in state.items():
         for key, one in kept.items():
             if isinstance(one, StatePlacement):

@@ -1,6 +1,8 @@
 """Optimizer state by parameter name: gathered, loaded, into any other world and into plain torch."""
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,6 +175,20 @@ def test_what_does_not_fit_is_named_on_every_rank_and_nothing_is_loaded(change: 
         assert not optimizer.state
 
     fsdp.simulate(4, fn)
+
+
+@on_ranks(2)
+def test_state_that_belongs_to_no_parameter_is_refused_where_it_would_be_lost(rank: int, tmp_path: Path) -> None:
+    model, optimizer = trained(CASES["net"], rank, in_groups)
+    wanted = fsdp.full_optim_state_dict(model, optimizer)
+    fsdp.save(tmp_path / "a", model, optimizer)
+    if rank == 1:
+        optimizer.state["global"]["steps"] = 1
+    for call in (partial(fsdp.save, tmp_path / "b", model, optimizer), partial(fsdp.full_optim_state_dict, model, optimizer)):
+        with pytest.raises(fsdp.ShardingError, match=r"has state under \['global'\], which belongs to no parameter"):
+            call()
+    fsdp.load(tmp_path / "a", model, optimizer)
+    assert_same(fsdp.full_optim_state_dict(model, optimizer), wanted)
 
 
 @on_ranks(2)
