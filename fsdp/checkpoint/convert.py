@@ -1,7 +1,7 @@
 """Describing, checking and converting checkpoints without a model, a GPU or other ranks.
 
 Rule: a conversion holds one tensor at a time, or one file of up to `max_shard_size` if the output has several files. (A file of
-torch.save is mapped, so the operating system decides how much of it is in memory.)
+torch.save is mapped, so the operating system decides how much of it is in memory. One in torch's old format is read whole.)
 """
 
 import os
@@ -11,6 +11,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from fsdp.checkpoint.progress_bar import Progress
 from fsdp.checkpoint.save import RANDOM, CheckpointWriter
 from fsdp.comm.communicator import SingleRankCommunicator
 from fsdp.errors import ShardingError, require_package
+from fsdp.state_dict.fqns import EXTRA_STATE
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.dcp import LazyTensor, StoredCheckpoint
@@ -91,7 +93,7 @@ def convert(path: Path, out: Path, to: str, max_shard_size: int) -> None:
         raise ShardingError(f"convert: {out} exists already; give another name, or remove it first.")
     source = _open(path)
     if to == "safetensors":
-        _to_safetensors(source, out, max_shard_size)
+        _to_safetensors(_weights_in(source, path), out, max_shard_size)
     elif to == "torch":
         _to_torch(_each_rank(source, unpack), out)
     else:
@@ -121,17 +123,35 @@ def _open(path: Path) -> dict[str, Any]:
         stored = dcp.StoredCheckpoint(path)
         tensors = {key: _lazy(stored, key, found) for key in stored.paths if (found := stored.tensor(key)) is not None}
         values = stored.plan({key: None for key in stored.paths if key not in tensors}).read()
-        return stored.nested({key: tensors[key] if key in tensors else values[key] for key in stored.paths})
+        return _in_parts(stored.nested({key: tensors[key] if key in tensors else values[key] for key in stored.paths}), path)
     if path.is_dir() or path.suffix == ".safetensors":
         require_safetensors("convert")
         return {"model": dict(tensor for file in files_in(path, "convert") for tensor in _lazy_in(file))}
     try:
-        state = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+        state = torch.load(path, mmap=is_zipfile(path), weights_only=True, map_location="cpu")
     except Exception as error:  # a foreign file may raise anything
         raise ShardingError(
             f"convert: {path} is no checkpoint, and no file of torch.save with plain data: {type(error).__name__}."
         ) from error
-    return dict(state) if "model" in state and isinstance(state["model"], Mapping) else {"model": state}
+    return _in_parts(state, path)
+
+
+def _in_parts(state: object, path: Path) -> dict[str, Any]:
+    """What `path` holds, in which weights may lie at the top or under "model", as the parts of a checkpoint."""
+    if not isinstance(state, Mapping):
+        raise ShardingError(f"convert: {path} holds a {type(state).__name__}; give a file or folder with a dict of weights.")
+    return dict(state) if isinstance(state.get("model"), Mapping) else {"model": state}
+
+
+def _weights_in(source: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The weights by name. Extra state of modules is left out."""
+    given = {name: value for name, value in source["model"].items() if not str(name).endswith(EXTRA_STATE)}
+    tensors = {name: value for name, value in given.items() if _is_tensor(value)}
+    nested = [name for name, value in given.items() if isinstance(value, Mapping) and any(map(_is_tensor, tree_leaves(value)))]
+    if nested or not tensors:
+        what = f"tensors lie under {', '.join(map(repr, nested))}" if nested else "there are no weights"
+        raise ShardingError(f"convert: in {path}, {what}; save the dict of weights by itself, or as 'model', and convert that.")
+    return tensors
 
 
 def _lazy(stored: "StoredCheckpoint", key: str, found: Any) -> "LazyTensor":
@@ -191,11 +211,10 @@ def _is_tensor(value: Any) -> bool:
     return hasattr(value, "shape")
 
 
-def _to_safetensors(source: dict[str, Any], out: Path, limit: int) -> None:
+def _to_safetensors(tensors: dict[str, Any], out: Path, limit: int) -> None:
     require_safetensors("convert")
     from safetensors.torch import save_file
 
-    tensors = {name: value for name, value in source["model"].items() if _is_tensor(value)}
     files = plan_files([(name, value.nbytes) for name, value in tensors.items()], limit)
     with writing("convert", out, ALONE) as working:
         for number, planned in enumerate(files):

@@ -336,7 +336,7 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         with open(path, "rb") as file:
             metadata = _Unpickler(file).load()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ShardingError(f"{folder} has no {METADATA}: no finished checkpoint.") from None
     except ShardingError:
         raise

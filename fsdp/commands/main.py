@@ -32,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command")
     inspect = commands.add_parser("inspect", help="describe a checkpoint, and check every byte against its checksums")
-    inspect.add_argument("path", type=Path, help="a checkpoint, or a file or folder of safetensors")
+    inspect.add_argument("path", type=Path, help="a checkpoint")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
     converting = commands.add_parser("convert", help="write a checkpoint in another form, without a GPU and without other ranks")
     converting.add_argument("path", type=Path, help="a checkpoint, a file of torch.save, a safetensors file or folder")
@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(given: argparse.Namespace) -> int:
     """Run the command that was given; return the exit status."""
+    if not given.path.exists():
+        raise ShardingError(f"{given.command}: there is no file or folder {given.path}.")
     if given.command == "convert":
         convert(given.path, given.out, given.to, size_in_bytes(given.max_shard_size))
         print(f"wrote {given.out}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import fsdp
 from fsdp.commands.main import main
@@ -107,6 +108,48 @@ def test_what_cannot_be_converted_is_named(
     assert [one.name for one in tmp_path.iterdir()] == ["a.pt"]
     assert main(["convert", str(path), str(path), "--to", "dcp"]) == 1
     assert "a.pt exists already" in capsys.readouterr().err
+
+
+NESTED: dict[str, tuple[Any, str]] = {
+    "of Lightning": ({"state_dict": {"a": torch.ones(2)}, "epoch": 3}, "a.pt, tensors lie under 'state_dict'; save the dict"),
+    "under model": ({"model": {"net": {"a": torch.ones(2)}}}, "tensors lie under 'net'; save the dict of weights by itself"),
+    "beside others": ({"a": torch.ones(2), "b": [{"c": torch.ones(2)}], "d": {"e": torch.ones(2)}}, "lie under 'd'"),
+    "nothing": ({"epoch": 3}, "there are no weights"),
+    "a list": ([torch.ones(2)], "a.pt holds a list; give a file or folder with a dict of weights"),
+    "a tensor": (torch.ones(2), "a.pt holds a Tensor; give a file or folder with a dict of weights"),
+}
+
+
+@pytest.mark.parametrize(("content", "text"), NESTED.values(), ids=NESTED)
+def test_weights_that_are_not_where_they_are_looked_for_are_no_empty_file(
+    content: Any, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("safetensors")
+    torch.save(content, tmp_path / "a.pt")
+    assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "out"), "--to", "safetensors"]) == 1
+    assert text in capsys.readouterr().err
+    assert [one.name for one in tmp_path.iterdir()] == ["a.pt"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_weights_at_the_top_and_in_the_old_format_are_found(tmp_path: Path) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    weights = make_net().state_dict()
+    torch.save(weights, tmp_path / "old", _use_new_zipfile_serialization=False)
+    dcp.save(weights, checkpoint_id=tmp_path / "folder")
+    for name in ("old", "folder"):
+        assert main(["convert", str(tmp_path / name), str(tmp_path / f"{name} out"), "--to", "safetensors"]) == 0
+        assert_same(load_file(tmp_path / f"{name} out" / "model.safetensors"), dict(weights))
+
+
+@pytest.mark.parametrize("command", ["inspect", "convert"])
+def test_what_is_no_checkpoint_is_said_to_be_none(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = [str(tmp_path / "out"), "--to", "torch"] if command == "convert" else []
+    assert main([command, str(tmp_path / "a"), *more]) == 1
+    assert f"{command}: there is no file or folder {tmp_path / 'a'}." in capsys.readouterr().err
+    (tmp_path / "a").write_text("text")
+    assert main([command, str(tmp_path / "a"), *more]) == 1
+    assert "no finished checkpoint" in (text := capsys.readouterr().err) or "is no checkpoint, and no file of torch.save" in text
 
 
 def test_a_file_of_torch_needs_numpy(
