@@ -22,10 +22,10 @@ from fsdp.checkpoint.manifest import NAME, Manifest, read_manifest
 from fsdp.checkpoint.plain_values import pack, storable
 from fsdp.checkpoint.progress_bar import Progress, ProgressOption
 from fsdp.checkpoint.rng import random_states
-from fsdp.comm.agreement import agree_and_gather, agree_on_refusals
+from fsdp.comm.agreement import agree_and_gather, agree_and_share, agree_on_refusals
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.open_communicators import background_comm
-from fsdp.errors import ShardingError
+from fsdp.errors import ShardingError, name_ranks
 from fsdp.file_errors import reason_of
 from fsdp.shards.state_placement import State, StatePlacement
 from fsdp.state_dict.ema import EMA
@@ -102,7 +102,12 @@ def save(
         meter.check()
         return packed
 
-    packed = agree_on_refusals(world_comm, "save", prepare)
+    given = {"optimizer": optimizer is not None, "ema": ema is not None, "accumulated": accumulated, "async_": async_}
+    packed, by_rank = agree_and_share(world_comm, "save", prepare, lambda packed: given)
+    for name in given:
+        giving = [rank for rank, one in enumerate(by_rank) if one[name]]
+        if 0 < len(giving) < world_comm.size:
+            raise ShardingError(f"save: {name} is given on {name_ranks(giving)} alone; give it on every rank, or on none.")
     state: dict[str, Any] = {"model": dict(model.state_dict())}
     state.update({part: {str(world_comm.rank): data} for part, data in packed.items()})
     if accumulated:

@@ -42,7 +42,7 @@ class OptimizerView:
         """Look up the optimizer's parameters. Errors begin with `operation`, or with the name of the public function.
 
         Raises:
-            ShardingError: a parameter is not in the model, or its state does not fit it.
+            ShardingError: it is no optimizer; or a parameter is not in the model, or its state does not fit it.
         """
         self.comm: Communicator = model_view.units[0].comm
         """The communicator of the ranks that share the shards. Together these ranks have the full state."""
@@ -53,6 +53,8 @@ class OptimizerView:
         """The sharded parameters."""
         self.parameters: dict[str, Tensor] = {}
         """All parameters."""
+        if not hasattr(optimizer, "param_groups"):
+            raise ShardingError(f"{self.operation}: the optimizer is a {type(optimizer).__name__}; give one optimizer.")
         hook_state(optimizer)
         self._given: Mapping[Any, dict[str, Any]] | None = None
         """What counts in place of the optimizer's own state."""

@@ -352,6 +352,23 @@ def test_what_cannot_be_saved_is_refused_and_nothing_appears(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("option", ["optimizer", "ema", "accumulated", "async_"])
+@on_ranks(3)
+def test_an_option_that_some_ranks_give_is_refused_by_name(rank: int, option: str, tmp_path: Path) -> None:
+    model, optimizer = trained(CASES["net"], rank, in_groups)
+    given = {"optimizer": optimizer, "ema": fsdp.EMA(model)}.get(option, True)
+    with pytest.raises(fsdp.ShardingError, match=f"save: {option} is given on ranks 0, 2 alone; give it on every rank"):
+        fsdp.save(tmp_path / "a", model, **({option: given} if rank != 1 else {}))
+    assert list(tmp_path.iterdir()) == []
+
+
+@on_ranks(2)
+def test_several_optimizers_are_refused(rank: int, tmp_path: Path) -> None:
+    model, optimizer = trained(CASES["net"], rank, in_groups)
+    with pytest.raises(fsdp.ShardingError, match="save: the optimizer is a list; give one optimizer"):
+        fsdp.save(tmp_path / "a", model, [optimizer, optimizer])
+
+
 def test_every_rank_writes_its_own_parts_and_nothing_twice(tmp_path: Path) -> None:
     fsdp.simulate(2, lambda rank: fsdp.save(tmp_path / "a", wrap(CASES["net in float64"])))
     files = {path.name: path.stat().st_size for path in (tmp_path / "a").glob("*.distcp")}
