@@ -235,15 +235,17 @@ def files_in(path: Path, operation: str) -> list[Path]:
     """The file `path`, or the files of the folder `path`.
 
     Raises:
-        ShardingError: a file is missing.
+        ShardingError: a file is missing, or the index is damaged.
     """
     if not path.exists():
         raise ShardingError(f"{operation}: there is no such file or folder.")
     if path.is_dir():
-        index = path / INDEX
-        names = (
-            set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else {file_name(0, 1)}
-        )
+        index, names = path / INDEX, {file_name(0, 1)}
+        try:
+            if index.is_file():
+                names = set(map(str, json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ShardingError(f"{operation}: {INDEX} is damaged; get it again, or export the weights again.") from None
     else:
         names, path = {path.name}, path.parent
     for name in sorted(names):
@@ -270,7 +272,7 @@ def _read(stored: Any, param_shard: ParamShard | None, tensor: Tensor) -> Tensor
     """This rank's part of a stored tensor. Reads only the rows of which this rank has elements."""
     if param_shard is None or not param_shard.shape:
         full: Tensor = stored[...]
-        return full if tensor.numel() else full.reshape(-1)[:0]
+        return full if param_shard is None or tensor.numel() else full.reshape(-1)[:0]
     part, row = param_shard.placement.part, max(prod(param_shard.shape[1:]), 1)
     low, high = part.first // row, -(-(part.first + part.numel) // row)
     rows: Tensor = stored[low:high].reshape(-1)
@@ -292,9 +294,9 @@ def size_in_bytes(size: int | str) -> int:
     Raises:
         ShardingError: `size` is neither.
     """
-    found = re.fullmatch(r"\s*([\d.]+)\s*([KMG]i?B)\s*", size, re.IGNORECASE) if isinstance(size, str) else None
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMG]i?B)\s*", size, re.IGNORECASE) if isinstance(size, str) else None
     number = int(float(found[1]) * MULTIPLES[found[2].upper()]) if found else size
-    if not isinstance(number, int) or number <= 0:
+    if type(number) is not int or number <= 0:
         raise ShardingError(f"export_safetensors: max_shard_size is {size!r}; give bytes, or text such as '5GB'.")
     return number
 

@@ -84,7 +84,7 @@ def save(
             numbers, strings, lists, dicts), gradients are kept under `no_sync`, or a forward, a backward or a summon is going
             on. Nothing appears.
     """
-    folder = Path(path)
+    folder = Path(path).absolute() if async_ else Path(path)  # the program may change its folder while the thread writes
     model_view = ModelView(model, "save")
     world_comm = model_view.world_comm
     meter = Progress("save", progress, world_comm.rank)

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,25 @@ def test_a_file_of_plain_torch_is_loaded(tmp_path: Path) -> None:
         assert_same_state(state, {name: t.to(torch.bfloat16).float() for name, t in make_net().state_dict().items()})
 
 
+INDEXES = ["{", "{}", "[]", '{"weight_map": 1}', ""]
+
+
+def write_text(text: str, folder: Path) -> None:
+    (folder / hf_safetensors.INDEX).write_text(text)
+
+
+def test_a_buffer_without_elements_keeps_its_dimensions(tmp_path: Path) -> None:
+    def fn(rank: int) -> None:
+        model = make_net()
+        model.register_buffer("memory", torch.empty(0, 4))
+        fsdp.fully_shard(model)
+        fsdp.export_safetensors(model, tmp_path / "a")
+        fsdp.load_safetensors(model, tmp_path / "a")
+        assert model.memory.shape == (0, 4)
+
+    fsdp.simulate(2, fn)
+
+
 def cut(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
@@ -148,8 +168,9 @@ def cut(folder: Path) -> None:
         (cut, make_net, "model.safetensors is damaged"),
         (lambda folder: None, lambda: nn.Sequential(make_net()), r"Missing key\(s\): \['0.scale'"),
         (lambda folder: None, lambda: type(make_net())(width=9), r"has shape \(8,.*the model has \(9,"),
+        *((partial(write_text, text), make_net, rf"{hf_safetensors.INDEX} is damaged; get it again") for text in INDEXES),
     ],
-    ids=["missing", "cut", "names", "shapes"],
+    ids=["missing", "cut", "names", "shapes", *INDEXES],
 )
 def test_what_does_not_fit_is_named_and_nothing_is_loaded(
     damage: Callable[[Path], Any], make: Callable[[], nn.Module], text: str, tmp_path: Path
@@ -165,7 +186,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_loaded(
     fsdp.simulate(2, fn)
 
 
-@pytest.mark.parametrize("limit", [0, -5, "5", "many GB", 1.5])
+@pytest.mark.parametrize("limit", [0, -5, "5", "many GB", 1.5, "1.2.3GB", "GB", True])
 def test_a_size_that_is_none_is_refused(limit: Any, tmp_path: Path) -> None:
     with pytest.raises(fsdp.ShardingError, match=r"max_shard_size is .* give bytes, or text such as '5GB'"):
         export(CASES["net"], 1, tmp_path / "a", max_shard_size=limit)

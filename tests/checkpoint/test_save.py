@@ -89,6 +89,15 @@ class TestInTheBackground:
         assert_same(contents(tmp_path / "a"), wanted)
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
+    def test_a_relative_path_is_that_of_the_call(self, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, _ = trained(CASES["net"], 0, in_groups)
+        (tmp_path / "run").mkdir()
+        monkeypatch.chdir(tmp_path / "run")
+        under_way = fsdp.save("a", model, async_=True)
+        monkeypatch.chdir(tmp_path)
+        gate.open.set()
+        assert under_way.wait() == fsdp.latest("run", verify=True).absolute() == tmp_path / "run" / "a"
+
     def test_the_next_save_waits_for_the_one_before(self, gate: Gate, tmp_path: Path) -> None:
         model, _ = trained(CASES["net"], 0, in_groups)
         first = fsdp.save(tmp_path / "1", model, keep_last=2, async_=True)
