@@ -70,12 +70,20 @@ def check_fit(operation: str, name: str, given: object, shape: Shape, dtype: tor
         raise ShardingError(f"{operation}: {name!r} is a {type(given).__name__}: give what its full_tensor() returns.")
     if tuple(given.shape) != shape:
         raise StateMismatch(f"{operation}: {name!r} has shape {tuple(given.shape)}, the model has {shape}.")
-    if given.dtype != dtype and (_kind(given.dtype) != _kind(dtype) or torch.promote_types(given.dtype, dtype) != dtype):
+    if given.dtype != dtype and (_kind(given.dtype) != _kind(dtype) or _loses(given.dtype, dtype)):
         raise ShardingError(
             f"{operation}: {name!r} is {given.dtype}, the model has {dtype}, which would lose some of it; convert it first: "
             f".to({dtype})."
         )
     return given
+
+
+def _loses(given: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether `dtype`, of the same kind, lacks digits or range of `given`. torch promotes no float8."""
+    if not any(_kind(dtype)):
+        return torch.promote_types(given, dtype) != dtype
+    one, other = torch.finfo(given), torch.finfo(dtype)
+    return other.eps > one.eps or other.max < one.max or other.tiny > one.tiny
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool]:

@@ -113,6 +113,24 @@ class TestLoading:
         for state in fsdp.simulate(loading, load):
             assert_same_state(state, shifted(case))
 
+    @pytest.mark.parametrize("given", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e5m2])
+    @on_ranks(2)
+    def test_a_dtype_is_taken_where_nothing_is_lost(self, rank: int, given: torch.dtype, dtype: torch.dtype) -> None:
+        about = torch.finfo(given)
+        values = torch.tensor([1 + about.eps, about.max, about.tiny]).to(given)
+        fits = torch.equal(values.to(dtype).double(), values.double())
+        net = nn.Module()
+        net.register_buffer("scale", torch.zeros(3, dtype=dtype))
+        net.weight = nn.Parameter(torch.zeros(4))
+        model, state = fsdp.fully_shard(net), {"weight": torch.ones(4), "scale": values}
+        if not fits:
+            with pytest.raises(fsdp.ShardingError, match=f"'scale' is {given}, the model has {dtype}, which would lose some"):
+                fsdp.load_full_state_dict(model, state)
+            return
+        fsdp.load_full_state_dict(model, state)
+        assert torch.equal(net.scale.double(), values.double())
+
     @on_ranks(2)
     def test_rank_0_must_have_it(self, rank: int) -> None:
         model = wrap(CASES["net"])
