@@ -93,6 +93,7 @@ def save(
         wait_for_last(world_comm)
         if keep_last is not None and keep_last < 1:
             raise ShardingError(f"save: keep_last is {keep_last}; give the number of checkpoints to keep, at least 1.")
+        model_view.refuse_sparse()
         saved_grads.refuse_kept_gradients(model_view)
         packed = {"extra": pack("save: extra", dict(extra or {}))}
         if rng:

@@ -2,8 +2,10 @@
 
 from functools import cached_property
 
+import torch
 from torch import nn
 
+from fsdp.errors import ShardingError
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_of, resting_units_in
 from fsdp.state_dict.fqns import entries, first_names
@@ -30,6 +32,19 @@ class ModelView:
         """The names and tensors of the plain module's state dict. A tied tensor occurs once for each name."""
         self.fqns = first_names(model)
         """The first name of each tensor, by its id."""
+
+    def refuse_sparse(self) -> None:
+        """Check that all values of the state dict can be written to a file.
+
+        Raises:
+            ShardingError: one is a sparse tensor.
+        """
+        for name, tensor in self.entries:
+            if id(tensor) not in self.param_shards and tensor.layout is not torch.strided:
+                raise ShardingError(
+                    f"{self.function_name}: {name!r} is a tensor of layout {tensor.layout}, which these files cannot hold; "
+                    "register it with persistent=False and make it anew, or register its dense form."
+                )
 
     @cached_property
     def engines(self) -> tuple[Engine, ...]:

@@ -156,6 +156,18 @@ def test_a_buffer_without_elements_keeps_its_dimensions(tmp_path: Path) -> None:
     fsdp.simulate(2, fn)
 
 
+@pytest.mark.parametrize("write", [lambda model, path: fsdp.save(path, model), fsdp.export_safetensors], ids=["save", "export"])
+def test_a_sparse_buffer_is_refused_by_name(write: Callable[[nn.Module, Path], object], tmp_path: Path) -> None:
+    def fn(rank: int) -> None:
+        model = make_net()
+        model.register_buffer("graph", torch.eye(3).to_sparse())
+        with pytest.raises(fsdp.ShardingError, match=r"'graph' is a tensor of layout torch\.sparse_coo, which these files"):
+            write(fsdp.fully_shard(model), tmp_path / "a")
+
+    fsdp.simulate(2, fn)
+    assert list(tmp_path.iterdir()) == []
+
+
 def cut(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
