@@ -147,7 +147,13 @@ def _placed(verb: str, parameters: Parameters, state: State) -> Iterator[tuple[A
 
 
 def _take_values(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-    """Replace values and full tensors in a given state dict by this rank's parts, before anything is loaded."""
+    """Replace values and full tensors in a given state dict by this rank's parts, before anything is loaded.
+
+    Raises:
+        ShardingError: some state does not fit its parameter, or inference mode is on.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ShardingError("load_state_dict of an optimizer: no step could change the state; call it outside inference_mode.")
     parameters = dict(_numbered(optimizer, state_dict))
     state = {
         number: _parts(optimizer, parameters[number], kept) if isinstance(parameters.get(number), ShardParameter) else kept

@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from fsdp.autograd.frames import own_method
 from fsdp.comm.agreement import agree_and_gather
@@ -225,8 +226,11 @@ class OptimizerView:
             for key in group.keys() & mine.keys():  # a learning rate that a graph reads stays on its device
                 if isinstance(group[key], Tensor) and isinstance(mine[key], Tensor):
                     group[key] = group[key].to(mine[key].device)
-        own_method(self.optimizer, "load_state_dict")(self.numbered(state, groups))
-        adopt_state(self.optimizer)
+        with torch.inference_mode(False), torch.no_grad():  # steps change the state, also what was read in inference mode
+            numbered = self.numbered(state, groups)
+            own = tree_map_only(Tensor, lambda value: value.clone() if value.is_inference() else value, numbered)
+            own_method(self.optimizer, "load_state_dict")(own)
+            adopt_state(self.optimizer)
 
     def holds(self, name: str) -> bool:
         """Whether this rank has state of the parameter `name`."""

@@ -11,7 +11,20 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import fsdp
-from tests.support.models import CASES, Block, Case, assert_close, join, loss_of, make_net, own_batches, reference, train, wrap
+from tests.support.models import (
+    CASES,
+    Block,
+    Case,
+    assert_close,
+    join,
+    loss_of,
+    make_net,
+    own_batches,
+    reference,
+    train,
+    weights_of,
+    wrap,
+)
 from tests.support.optimizers import OPTIMIZERS, ROWS, Make, RowStatistics, assert_same, in_groups, trained, wrapped
 from tests.support.ranks import on_ranks
 from tests.support.states import STATEFUL
@@ -189,6 +202,24 @@ def test_state_that_belongs_to_no_parameter_is_refused_where_it_would_be_lost(ra
             call()
     fsdp.load(tmp_path / "a", model, optimizer)
     assert_same(fsdp.full_optim_state_dict(model, optimizer), wanted)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@on_ranks(2)
+def test_state_that_is_loaded_in_inference_mode_is_trained_with(rank: int, full: bool, tmp_path: Path) -> None:
+    model, optimizer = trained(CASES["net"], rank, in_groups)
+    state = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+    fsdp.save(tmp_path / "a", model, optimizer)
+    other, again = wrapped(CASES["net"], in_groups)
+    with torch.inference_mode():
+        fsdp.load(tmp_path / "a", other, None if full else again)
+        if full:
+            fsdp.load_full_optim_state_dict(other, again, state)
+        with pytest.raises(fsdp.ShardingError, match="call it outside inference_mode"):
+            optimizer.load_state_dict(optimizer.state_dict())
+    for one, two in ((model, optimizer), (other, again)):
+        train(one, own_batches(CASES["net"], rank), lambda _, two=two: two)
+    assert_same(weights_of(other), weights_of(model))
 
 
 @on_ranks(2)
