@@ -14,6 +14,7 @@ from fsdp.compat.fsdp1.sharding import instances_in
 from fsdp.compat.fsdp1.state_types import settings_of
 from fsdp.compat.fsdp1.states import format_of, part_of
 from fsdp.compat.fsdp1.torch_names import OptimStateKeyType, StateDictType
+from fsdp.compat.shared.plain_group import PlainGroup
 from fsdp.state_dict.fqns import first_names
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.optim_state import OptimizerView, gather_optim_state
@@ -43,7 +44,8 @@ def warn_of(optim_input: Any) -> None:
 def broadcast(given: Any, model: nn.Module, group: Any) -> dict[str, Any]:
     """The state dict that rank 0 gives. `group` is None or the group of ranks that share the shards. Communicates."""
     instance = instances_in(model)[0]
-    across = None if instance._unit_ref is None else instance._unit_ref.engine.comms.across
+    comms = None if instance._unit_ref is None else instance._unit_ref.engine.comms
+    across = None if comms is None else comms.joint if isinstance(instance.process_group, PlainGroup) else comms.across
     if across is not None:  # with tensor parallelism one rank of all dimensions has the full state
         wanted: dict[str, Any] = across.gather_objects(given if across.rank == 0 else None, "optim_state_dict_to_load")[0]
         return wanted

@@ -160,10 +160,7 @@ def local_chunk(full: Tensor, group: Any, mesh: Any) -> Any:
         return full
     if mesh is not None:
         return _create_chunk_dtensor(full, mesh.get_rank(), mesh)
-    if not isinstance(group, dist.ProcessGroup):
-        raise ShardingError(
-            "SHARDED_STATE_DICT: torch's ShardedTensor needs a process group, which fsdp.simulate has not; use FULL_STATE_DICT."
-        )
+    _require_group("SHARDED_STATE_DICT", group)
     devices = max(torch.accelerator.device_count(), 1)
     return _create_chunk_sharded_tensor(full, group.rank(), group.size(), devices, group)
 
@@ -196,9 +193,21 @@ def full_value(value: Any, group: Any) -> Any:
 
 
 def flat_chunk(local: Tensor, first: int, total: int, group: Any) -> Any:
-    """A vector of `total` elements as a ShardedTensor, of which this rank holds `local` from element `first` on. Communicates."""
+    """A vector of `total` elements as a ShardedTensor, of which this rank holds `local` from element `first` on. Communicates.
+
+    Raises:
+        ShardingError: as for `local_chunk`.
+    """
+    _require_group("LOCAL_STATE_DICT", group)
     shards = [Shard.from_tensor_and_offsets(local, [first], group.rank())] if local.numel() else []
     return init_from_local_shards(shards, total, process_group=group)
+
+
+def _require_group(kind: str, group: Any) -> None:
+    if not isinstance(group, dist.ProcessGroup):
+        raise ShardingError(
+            f"{kind}: torch's ShardedTensor needs a process group, which fsdp.simulate has not; use FULL_STATE_DICT."
+        )
 
 
 def from_rank_0(value: Any, group: Any) -> Any:

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 
 import fsdp
 from fsdp.comm.simulated import simulate
 from fsdp.compat.torch_fsdp import FullyShardedDataParallel as FSDP
-from fsdp.compat.torch_fsdp import ModuleWrapPolicy, OptimStateKeyType
+from fsdp.compat.torch_fsdp import ModuleWrapPolicy, OptimStateKeyType, StateDictType
 from tests.compat.fsdp1.test_torch_fsdp import Block, batch
+from tests.support.optimizers import assert_same
 from tests.support.ranks import on_ranks
 
 Optimizer = torch.optim.Optimizer
@@ -126,6 +128,29 @@ def test_a_run_goes_on_in_another_world_as_if_it_had_not_stopped(name: str, savi
     ]
     for one in found:
         torch.testing.assert_close(one, wanted)
+
+
+@on_ranks(2)
+def test_the_state_that_rank_0_alone_has_reaches_the_others(rank: int) -> None:
+    model, again = wrapped(), wrapped()
+    optimizer, other, third = in_groups(model), in_groups(again), in_groups(again)
+    train(model, optimizer, range(2))
+    full = FSDP.full_optim_state_dict(model, optimizer)
+    assert rank == 0 or not full
+    other.load_state_dict(FSDP.scatter_full_optim_state_dict(full if rank == 0 else None, again, optim=other))
+    configs = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+    with FSDP.state_dict_type(again, StateDictType.FULL_STATE_DICT, *configs):
+        third.load_state_dict(FSDP.optim_state_dict_to_load(again, third, full))
+    for one in (other, third):
+        assert_same(FSDP.full_optim_state_dict(again, one), full)
+
+
+@pytest.mark.parametrize("kind", [StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT])
+@on_ranks(2)
+def test_parts_of_torch_need_a_process_group(rank: int, kind: StateDictType) -> None:
+    model = wrapped()
+    with FSDP.state_dict_type(model, kind), pytest.raises(fsdp.ShardingError, match=f"{kind.name}: torch's ShardedTensor needs"):
+        model.state_dict()
 
 
 def test_a_plain_optimizer_takes_the_state_and_returns_it() -> None:
