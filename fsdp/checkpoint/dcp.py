@@ -175,7 +175,7 @@ class _LoadPlanner(DefaultLoadPlanner):
     on_progress: Callable[[ReadItem], None] = staticmethod(lambda item: None)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = restored(torch.load(value, weights_only=True))
+        self.state_dict[read_item.dest_index.fqn] = restored(torch.load(value, map_location="cpu", weights_only=True))
         self.on_progress(read_item)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Values besides tensors, as a checkpoint keeps them: a load gives back what was saved, or the save refuses it.
+"""Values besides tensors, as a checkpoint keeps them: a load returns what was saved, or the save refuses it.
 
 Rule: a checkpoint holds plain data, which torch reads with `weights_only`. Scalars of numpy become numbers.
 """
@@ -40,8 +40,8 @@ def storable(operation: str, value: Any, *path: str | int) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """The reverse of `storable`, for one value that was read."""
-    return tree_map_only(bytes, lambda kept: unpack(kept[len(MARK) :]) if kept.startswith(MARK) else kept, value)
+    """The reverse of `storable`, for one value that was read. Tensors are on the host."""
+    return tree_map_only(bytes, lambda kept: unpack(kept[len(MARK) :], "cpu") if kept.startswith(MARK) else kept, value)
 
 
 def pack(where: str, value: Any) -> bytes:
@@ -64,9 +64,9 @@ def pack(where: str, value: Any) -> bytes:
     return stream.getvalue()
 
 
-def unpack(packed: bytes) -> Any:
-    """The reverse of `pack`."""
-    return torch.load(io.BytesIO(packed), weights_only=True)
+def unpack(packed: bytes, device: str | None = None) -> Any:
+    """The reverse of `pack`. Tensors are on `device`, or where they were."""
+    return torch.load(io.BytesIO(packed), map_location=device, weights_only=True)
 
 
 def _number(value: Any) -> Any:
