@@ -123,7 +123,7 @@ class OptimizerView:
         Raises:
             ShardingError: the optimizer keeps state under a key that is no parameter.
         """
-        foreign = [key for key, kept in self.optimizer.state.items() if kept and not isinstance(key, Tensor)]
+        foreign = [key for key, kept in self.optimizer.state.items() if not (isinstance(key, Tensor) or kept == {})]
         if foreign and self._given is None:
             raise ShardingError(
                 f"{self.operation}: the optimizer has state under {foreign}, which belongs to no parameter and would be lost; "
