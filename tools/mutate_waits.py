@@ -38,7 +38,7 @@ EXCEPT: Final = {
     "fsdp/params/placement.py DTensorPlacement": "the tensor waits by itself at its first use",
 }
 """Files, folders and classes whose calls of these names reach no device that trains, each with its reason."""
-SAME_NAME: Final = ("info", "reducer", "versions", "_order")
+SAME_NAME: Final = ("info", "_reducer", "versions", "_order")
 """What has methods of the same names that wait for nothing: the last name before the dot."""
 KNOWN: Final = "_known"
 """The compute streams. What is done for each of them is also tried for one alone."""
