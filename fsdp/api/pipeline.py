@@ -87,13 +87,21 @@ class PipelineStage(pipelining.PipelineStage):
         if not self._engines():
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         given: dict[str, Any] = bwd_kwargs
+        # torch finds the weights on the paths of inputs: if no input requires a gradient, all gradients come in the first half
+        leads_to_inputs = any(isinstance(one, Tensor) and one.requires_grad for one in given.get("input_values", ()))
+        is_full = backward_type == "full" or (backward_type == "input" and not leads_to_inputs)
+        if backward_type == "weight" and not given["param_groups"]:
+            return (), None
         engines = engines_in(self.submod, "PipelineStage")
         with ExitStack() as stack:
             for engine in engines:  # keep gradients, on one rank as well
                 stack.enter_context(engine.synchronising(False))
-                engine.set_splits_backward(engine.splits_backward or backward_type != "full")
-            if backward_type == "full":
-                return stage_backward(given["stage_output"], given["output_grads"], given["input_values"]), None
+                engine.set_splits_backward(engine.splits_backward or not is_full)
+            if is_full:
+                outputs, gradients = given["stage_output"], given["output_grads"]
+                if gradients is None and isinstance(outputs, tuple):  # a loss, in the tuple in which torch splits backwards
+                    (outputs,) = outputs
+                return stage_backward(outputs, gradients, given["input_values"]), []
             # torch's functions compute the gradients of weights and put them into `.grad`: that of the unsharded parameters
             units = [unit for engine in engines for unit in engine.units]
             found = {id(shard): p for unit in units for shard, p in zip(unit.sharded_params, unit.unsharded_params, strict=True)}

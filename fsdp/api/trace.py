@@ -86,9 +86,10 @@ class Trace:
     def _describe(self) -> TraceInfo:
         first, units = self._engines[0], [unit for engine in self._engines for unit in engine.units]
         config = first.units[0].config
+        rank, world_size = first.place_in_job
         return TraceInfo(
-            rank=first.comms.world_comm.rank,
-            world_size=first.comms.world_comm.size,
+            rank=rank,
+            world_size=world_size,
             units=[unit.name for unit in units],
             roots=[*accumulate([len(engine.units) for engine in self._engines[:-1]], initial=0)],
             began=self._began,

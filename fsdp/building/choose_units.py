@@ -248,10 +248,13 @@ class _Walk:
     def _borrow(self, module: nn.Module, attribute: str, owner: Unit, name: str) -> None:
         """Note that a module uses a parameter of a unit that is not inside the root."""
         if any(module is one and attribute == slot for info in owner.param_infos for one, slot in info.slots):
-            raise ShardingError(
-                f"parameter {name!r} is already owned by unit {owner.name!r}, which is around this module. Wrap inner units "
-                "before outer ones, or let auto_wrap_policy choose them."
+            is_around = any(one is self._roots[0] for one in owner.module.modules())
+            remedy = (
+                "is around this module. Wrap inner units before outer ones, or let auto_wrap_policy choose them."
+                if is_around
+                else "shares it and is not around this module. Wrap one module that contains both."
             )
+            raise ShardingError(f"parameter {name!r} is already owned by unit {owner.name!r}, which {remedy}")
         self._borrowed.append(f"parameter {name!r} of unit {owner.name!r}, which is not inside it")
 
     def _find_regrouped(self) -> dict[int, Unit]:

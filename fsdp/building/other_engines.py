@@ -86,5 +86,6 @@ class _ShardedAlready(dict[str, Any]):
     def _refuse(self) -> NoReturn:
         raise ShardingError(
             f"{self.name} is sharded by fsdp, which averages its gradients over the ranks already; train it as it is, without "
-            "DistributedDataParallel, DataParallel, replicate or torch's FSDP around it (in a trainer, switch its wrapping off)."
+            "DistributedDataParallel, DataParallel, replicate or torch's FSDP around it (in a trainer, switch its wrapping off; "
+            "to wrap it anew, call fsdp.unwrap first)."
         )

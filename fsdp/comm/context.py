@@ -92,7 +92,8 @@ class CommContext(NamedTuple):
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """Notify all other ranks that this one abandons a step."""
         # as text: a handler that keeps records would keep the error, and with its traceback the model
-        LOG.warning("rank %d abandons the step in unit %r: %s", self.world_comm.rank, unit, repr(failure))
+        number = (self.world_comm.ranks or (0,))[self.world_comm.rank]
+        LOG.warning("rank %d abandons the step in unit %r: %s", number, unit, repr(failure))
         if is_of_backend(failure) and (first_cause := self._find_failed_peer()) is not None:
             failure.add_note(f"fsdp: {first_cause}")  # connections of the user's broke
             failure = first_cause

@@ -56,6 +56,13 @@ _shapes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], tupl
 """For each shape of a mesh over the default group: the groups of this rank's column and row."""
 
 
+def place_in_job() -> tuple[int, int]:
+    """The number of this rank among all processes of the job, or all simulated ranks, and how many these are."""
+    if (here := simulated.current_rank()) is not None:
+        return here.rank, here.size
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def open_comms(process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int = 1) -> CommContext:
     """Open the communicators over a group: the given one, a mesh's, the default one, or that of the simulated world.
 

@@ -31,6 +31,7 @@ class EngineSnapshot:
     """The units, the communicators and the memory of one engine at one moment. It holds no tensor and no engine."""
 
     rank: int
+    """Among all processes of the job, as in errors about ranks."""
     world_size: int
     backward: BackwardState
     bytes_held: Mapping[str, int]
@@ -44,12 +45,18 @@ class EngineSnapshot:
 
 
 def take_snapshot(
-    units: Sequence[Unit], root: Root, residencies: Sequence[ResidencyState], comms: CommContext, tracker: MemoryTracker
+    place_in_job: tuple[int, int],
+    units: Sequence[Unit],
+    root: Root,
+    residencies: Sequence[ResidencyState],
+    comms: CommContext,
+    tracker: MemoryTracker,
 ) -> EngineSnapshot:
     """The snapshot of an engine that has these parts. Communicates nothing and changes nothing."""
+    rank, world_size = place_in_job
     return EngineSnapshot(
-        rank=comms.world_comm.rank,
-        world_size=comms.world_comm.size,
+        rank=rank,
+        world_size=world_size,
         backward=root.backward,
         bytes_held=dict(tracker.held),
         collectives={name: tuple(comm.recent()) for name, comm in comms.each().items() if comm.size > 1},

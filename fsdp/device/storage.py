@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from fsdp.errors import ShardingError
 
@@ -174,6 +175,18 @@ def storage_key(tensor: Tensor) -> int:
         return int(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
     except NotImplementedError:  # a sparse tensor has none, nor has one of mkldnn
         return id(tensor)
+
+
+def with_own_storage(view: Tensor) -> Tensor:
+    """A detached view of all of `view`, with its count of changes, whose storage has nothing else.
+
+    What saves or compares storages takes views of one flat tensor for ties, or saves all of it. On devices for which torch has
+    no DLPack it is a detached view alone.
+    """
+    own = view.detach()
+    if own.device.type in ("cpu", "cuda"):
+        own.data = from_dlpack(own)
+    return own
 
 
 class Cutter:

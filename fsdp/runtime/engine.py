@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 
 from fsdp.autograd.visits import Pass, Visit
 from fsdp.comm.context import CommContext
+from fsdp.comm.open_communicators import place_in_job
 from fsdp.debug.error_notes import add_note, is_noted
 from fsdp.debug.phases import Phases
 from fsdp.debug.snapshot import EngineSnapshot, take_snapshot
@@ -53,6 +54,8 @@ class Engine:
     ) -> None:
         self.units = tuple(units)
         self.descendants = tuple(descendants)
+        self.place_in_job = place_in_job()
+        """See `fsdp.comm.open_communicators.place_in_job`."""
         self.comms = comms
         """Failures are passed on to these. A pipeline adds some."""
         self.streams = streams
@@ -243,7 +246,8 @@ class Engine:
 
     def snapshot(self) -> EngineSnapshot:
         """Where every unit is now, as data for error notes, the dump and the story."""
-        return take_snapshot(self.units, self.root, [one.state for one in self._residencies], self.comms, self.tracker)
+        residencies = [one.state for one in self._residencies]
+        return take_snapshot(self.place_in_job, self.units, self.root, residencies, self.comms, self.tracker)
 
     # gradients ----------------------------------------------------------------------------
 

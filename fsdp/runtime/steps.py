@@ -84,6 +84,11 @@ def _refuse_unsharded(name: str, parameter: nn.Parameter) -> None:
     unit = owning_unit(parameter)
     if isinstance(unit, Unit) and unit.unsharded_of(parameter) is parameter:
         raise ShardingError(
-            f"{name}: the optimizer was given a parameter of unit {unit.name!r} inside its forward, where the module shows an "
-            "unsharded parameter that exists only there; add parameters between forwards."
+            f"{name}: the optimizer was given a parameter of unit {unit.name!r} inside its forward, or before `reshard()`, where "
+            "the module shows an unsharded parameter that exists only there; add parameters between forwards, after `reshard()`."
+        )
+    if name == "Muon.step" and isinstance(unit, Unit) and unit.config.plain_shards and unit.flats[0].num_shards > 1:
+        raise ShardingError(
+            f"{name}: a parameter of unit {unit.name!r} is this rank's rows, an ordinary tensor, and this optimizer needs the "
+            "full matrix. Use an optimizer that computes each element of a parameter by itself, such as torch.optim.AdamW."
         )

@@ -4,19 +4,19 @@ Rule 1: no communication and no copy. A value of the state dict is the shard its
         functions with full_state_dict=True: for them each parameter is gathered.
 Rule 2: a state dict that does not fit is refused before anything is loaded.
 Rule 3: inside `summon_full_params` the parameters are full, and the hooks do nothing. Under "NO_SHARD" with `plain_shards`
-        they are full and ordinary too, and stand for themselves.
+        they are full and ordinary too, and stand for themselves, each with a storage of its own.
 """
 
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp.autograd.frames import FullStateCall, full_state_call, loading_call, modules_being_saved
 from fsdp.config import MeshKind
-from fsdp.device.storage import storage_key
+from fsdp.device.storage import storage_key, with_own_storage
 from fsdp.errors import ShardingError
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.refuse_copy import RefuseCopy
@@ -39,6 +39,8 @@ class StateHooks(RefuseCopy):
         self._outer = [unit for unit, inside in zip(engine.units, engine.descendants, strict=True) if index in inside]
         config = self._unit.config
         self._shows_full_params = config.plain_shards and config.mesh_kind is MeshKind.REPLICATE
+        self._given: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        """Full parameters that state dicts hold, by the id of the parameter."""
         self._slots: WeakKeyDictionary[nn.Module, dict[str, ParamShard]] = WeakKeyDictionary()  # see `Unit.module`
         for info, param_shard in zip(self._unit.param_infos, param_shards_of(self._unit), strict=True):
             for owner, slot in info.slots:
@@ -79,7 +81,10 @@ class StateHooks(RefuseCopy):
         self._unit.check_shards()
 
     def _put_sharded_values(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        if self._summoned or self._shows_full_params:
+        if self._summoned:
+            return
+        if self._shows_full_params:
+            self._give_storages(module, state_dict, prefix)
             return
         if self._unit.replaces_params:
             self._put_dtensors(module, state_dict, prefix)
@@ -90,6 +95,16 @@ class StateHooks(RefuseCopy):
             if name in state_dict:
                 value = param_shard.placement.value(name, param_shard.parameter)
                 state_dict[name] = value if call is None else self._in_full(param_shard, value, call)
+
+    def _give_storages(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        """Give each full parameter a storage of its own, over the same memory. Parameters that are tied share theirs."""
+        for slot, param_shard in self._slots[module].items():
+            name, key = prefix + slot, id(param_shard.parameter)
+            if type(value := state_dict.get(name)) is Tensor:
+                tied = self._given.get(key)
+                if tied is None or tied.data_ptr() != value.data_ptr():
+                    tied = with_own_storage(value)
+                state_dict[name] = self._given[key] = tied.detach()
 
     def _put_dtensors(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """Put DTensors that `copy.deepcopy` can copy in the places of those that torch made by `detach`.
@@ -102,7 +117,7 @@ class StateHooks(RefuseCopy):
             if type(value) is Tensor and storage_key(value) in self._unit.keys:
                 local = plain(param_shard.parameter)
             if local is not None:
-                state_dict[prefix + slot] = param_shard.placement.as_shard(local)
+                state_dict[prefix + slot] = param_shard.placement.as_shard(with_own_storage(local))
 
     def _in_full(self, param_shard: ParamShard, value: Tensor, call: FullStateCall) -> Tensor:
         """The full parameter. Communicates. torch drops what it gets on a rank that does not keep it, so there it is `value`."""

@@ -196,6 +196,15 @@ def test_an_inner_unit_after_the_outer_one_is_refused(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_two_roots_that_share_a_module_are_refused(rank: int) -> None:
+    shared = nn.Linear(3, 3)
+    first = fsdp.fully_shard(nn.Sequential(shared, nn.Linear(3, 1)))
+    with pytest.raises(fsdp.ShardingError, match=r"'0\.weight' is already owned by unit 'Sequential', which shares it"):
+        fsdp.fully_shard(nn.Sequential(shared, nn.Linear(3, 2)))
+    first(torch.ones(1, 3)).sum().backward()
+
+
+@on_ranks(2)
 def test_a_gradient_on_some_ranks_only_is_refused_before_anything_moves(rank: int) -> None:
     model = borrowing()
     if rank:

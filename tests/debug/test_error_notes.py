@@ -3,17 +3,20 @@
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp.debug.error_notes import MARK
 from fsdp.device import storage
-from fsdp.runtime.registry import unit_ref_of
+from fsdp.runtime.registry import engines_in, unit_ref_of
 from tests.support.models import Block, Net, is_at_rest, loss_of, make_net
 from tests.support.ranks import on_ranks
 
@@ -261,3 +264,24 @@ def test_what_is_caught_inside_leaves_nothing_behind(rank: int) -> None:
         sys.settrace(None)
     note_of(caught.value)
     handle.remove()
+
+
+def test_a_rank_of_several_dimensions_has_its_number_in_the_job(tmp_path: Path) -> None:
+    """In notes, in traces and in answers to `python -m fsdp who`: two ranks of one data coordinate are two ranks."""
+
+    def run(rank: int) -> tuple[str, str, int]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Linear(4, 4))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+        fsdp.fully_shard(model, mesh=mesh["dp"])
+        with fsdp.trace(model) as trace:
+            model(torch.ones(2, 4)).sum().backward()
+        written = trace.save(tmp_path / "trace-{rank}.json")
+        (engine,) = engines_in(model, "test")
+        model[0].register_forward_hook(lambda *_: [][0])
+        with pytest.raises(IndexError) as caught:
+            model(torch.ones(2, 4))
+        return caught.value.__notes__[0], Path(written).name, engine.snapshot().rank
+
+    for rank, (note, written, number) in enumerate(fsdp.simulate(4, run)):
+        assert f"on rank {rank} of 4" in note and written == f"trace-{rank}.json" and number == rank

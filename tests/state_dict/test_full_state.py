@@ -1,11 +1,18 @@
 """Full parameters: read, lent, changed, saved and loaded into any other world."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import fsdp
-from tests.support.models import CASES, Case, Counting, X, is_at_rest, loss_of, make_net, two_units, world_log, wrap
+from fsdp.compat.ddp import DistributedDataParallel
+from fsdp.compat.fully_shard import fully_shard
+from fsdp.shards.sharded_value import ShardedValue
+from tests.support.models import CASES, Case, Counting, X, is_at_rest, local, loss_of, make_net, two_units, world_log, wrap
 from tests.support.ranks import on_ranks
 from tests.support.states import STATEFUL, assert_same_state, refused_whole, shifted
 
@@ -172,3 +179,36 @@ def test_loading_between_forward_and_backward_is_refused_like_any_change(rank: i
     fsdp.load_full_state_dict(model, {name: value * 2 for name, value in state.items()})
     with pytest.raises(fsdp.ShardingError, match="changed in place between its forward and its backward"):
         loss.backward()
+
+
+WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "native": fsdp.fully_shard,
+    "DTensors": partial(fsdp.fully_shard, dtensors=True),
+    "FSDP2": fully_shard,
+    "DDP": DistributedDataParallel,
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("door", WRAPPED)
+@on_ranks("size")
+def test_each_value_of_a_state_dict_has_a_storage_of_its_own(rank: int, door: str, size: int) -> None:
+    """What looks for ties by storages, such as the writers of safetensors, would drop all values of a storage but the first."""
+    model = WRAPPED[door](make_net())
+    for options in (StateDictOptions(), StateDictOptions(full_state_dict=True)):
+        found = get_model_state_dict(model, options=options)
+        values = [local(value) for value in found.values() if not isinstance(value, ShardedValue) and value.numel()]
+        assert len({value.untyped_storage().data_ptr() for value in values}) == len(values)
+        assert all(value.untyped_storage().nbytes() == value.nbytes for value in values)
+
+
+@on_ranks(2)
+def test_values_of_a_replicated_model_are_its_memory_and_ties_are_one_storage(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    DistributedDataParallel(model)
+    for state in (model.state_dict(), model.state_dict()):
+        assert state["0.weight"].untyped_storage()._cdata == state["1.weight"].untyped_storage()._cdata
+    version = model[0].weight._version
+    state["0.weight"].fill_(1)
+    assert model[0].weight._version > version and bool((model[0].weight == 1).all())

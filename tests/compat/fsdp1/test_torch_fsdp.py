@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fsdp
 from fsdp.comm.simulated import simulate
 from fsdp.compat import torch_fsdp
 from fsdp.compat.torch_fsdp import (
@@ -362,3 +363,13 @@ def test_what_accelerate_does_in_mixed_precision_makes_float32_parameters_of_low
         assert all(bool((p == 1).all()) for p in model.first.parameters())
     with pytest.raises(ValueError, match=r"_flat_param.data: \(1,\) elements for"):
         flat.data = torch.ones(1)
+
+
+@on_ranks(2)
+def test_an_optimizer_of_matrices_is_refused_where_a_part_is_an_ordinary_tensor(rank: int) -> None:
+    """torch's refuses it as well, because its parts are vectors."""
+    model = FSDP(nn.Linear(4, 4, bias=False), device_id="cpu")
+    optimizer = torch.optim.Muon(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(fsdp.ShardingError, match=r"Muon.step: a parameter of unit '.*' is this rank's rows, an ordinary tensor"):
+        optimizer.step()
