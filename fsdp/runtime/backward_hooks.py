@@ -313,8 +313,9 @@ class AccumulateGradChecks:
                     f"somebody keeps the node that accumulates the gradient of {info.names[0]!r} in unit {self._unit.name!r}. "
                     "It is that of a shard, and gets no gradient. Either a loss term on the weights was computed before the "
                     "forward: compute it inside fsdp.full_parameters(model). Or a module around the unit gave the unit's "
-                    "parameters to an operation, as ODE solvers with an adjoint do: make that module the unit, and no module inside it. Or "
-                    "hooks need it, on p.expand_as(p).grad_fn.next_functions[0][0]: take it before wrapping or inside a forward, "
+                    "parameters to an operation, as ODE solvers with an adjoint do: make that module the unit, and no module "
+                    "inside it. Or hooks need it, on p.expand_as(p).grad_fn.next_functions[0][0]: take it before wrapping or "
+                    "inside a forward, "
                     "or use p.register_hook or p.register_post_accumulate_grad_hook."
                 )
         self._is_checked = True
