@@ -237,7 +237,7 @@ class _Walk:
     def _note(self, module: nn.Module, attribute: str, parameter: nn.Parameter, name: str, chain: tuple[int, ...]) -> None:
         key = id(parameter)
         owner = owning_unit(parameter)
-        if isinstance(owner, Unit) and id(owner.module) not in self._inside:
+        if isinstance(owner, Unit) and not any(id(one) in self._inside for one in owner.modules[:1]):
             self._borrow(module, attribute, owner, name)
             return
         info = self._param_infos.setdefault(key, ParamInfo(parameter))
@@ -248,7 +248,7 @@ class _Walk:
     def _borrow(self, module: nn.Module, attribute: str, owner: Unit, name: str) -> None:
         """Note that a module uses a parameter of a unit that is not inside the root."""
         if any(module is one and attribute == slot for info in owner.param_infos for one, slot in info.slots):
-            is_around = any(one is self._roots[0] for one in owner.module.modules())
+            is_around = any(one is self._roots[0] for around in owner.modules for one in around.modules())
             remedy = (
                 "is around this module. Wrap inner units before outer ones, or let auto_wrap_policy choose them."
                 if is_around
