@@ -39,7 +39,7 @@ def clip_grad_norm_(
     models = [model] if isinstance(model, nn.Module) else [*model]
     if not models or not all(isinstance(one, nn.Module) for one in models):
         raise ShardingError("clip_grad_norm_ takes a model, or a list of those of this rank's stages of a pipeline.")
-    stages = None if pp_mesh is None else open_comms(None, pp_mesh, MeshKind.SHARD).world_comm
+    stages = None if pp_mesh is None else _comm_of_stages("clip_grad_norm_", models[0], pp_mesh)
     measured = [_measure(one, power) for one in models]
     total = measured[0][0]
     if len(measured) > 1 or stages is not None:
@@ -132,6 +132,19 @@ def clip_norm_of_roots(model: nn.Module, max_norm: float, norm_type: float = 2.0
     return total
 
 
+def _comm_of_stages(caller: str, model: nn.Module, pp_mesh: Mesh) -> Communicator:
+    """The communicator of the stages of a pipeline.
+
+    Raises:
+        ShardingError: ranks of the mesh have parts of the same stage.
+    """
+    comm = open_comms(None, pp_mesh, MeshKind.SHARD).world_comm
+    of_one_stage = sorted({*comm.ranks} & {*engines_in(model, caller)[0].comms.joint.ranks})
+    if len(of_one_stage) > 1:
+        raise ShardingError(f"{caller}: ranks {of_one_stage} of pp_mesh train one stage; give the mesh of stages, as mesh['pp'].")
+    return comm
+
+
 def _scale(gradients: list[Tensor], factor: Tensor) -> None:
     """Multiply gradients, of which some may be in host memory and others on the device of the factor, or the other way round."""
     by_device: dict[torch.device, list[Tensor]] = {}
@@ -204,7 +217,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self.asks_stages = pp_mesh is not None
         """Whether all stages of a pipeline skip a step together."""
         if pp_mesh is not None:
-            self._comms.append(open_comms(None, pp_mesh, MeshKind.SHARD).world_comm)
+            self._comms.append(_comm_of_stages("ShardedGradScaler", model, pp_mesh))
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

@@ -134,20 +134,20 @@ _staged: WeakSet[Any] = WeakSet()
 def _let_scalers_ask_stages() -> None:
     """From now on, refuse gradient scalers that would let one stage of a pipeline skip a step alone."""
     scaler: Any = torch.amp.GradScaler
-    unscale = scaler._unscale_grads_
+    step = scaler.step
 
-    @wraps(unscale)
-    def refuse(self: Any, optimizer: Optimizer, *args: Any) -> Any:
+    @wraps(step)
+    def refuse(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         stepped = (owning_unit(p) for group in optimizer.param_groups for p in group["params"])
         asks_stages = isinstance(self, ShardedGradScaler) and self.asks_stages
-        if not asks_stages and any(unit in _staged for unit in stepped):
+        if self.is_enabled() and not asks_stages and any(unit in _staged for unit in stepped):
             raise ShardingError(
                 f"{type(self).__name__}: the optimizer steps a stage of a pipeline, and an overflow in another stage would not "
                 "be known here; use fsdp.ShardedGradScaler(module, pp_mesh=mesh['pp']), with the mesh of the stages."
             )
-        return unscale(self, optimizer, *args)
+        return step(self, optimizer, *args, **kwargs)
 
-    scaler._unscale_grads_ = refuse
+    scaler.step = refuse
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Casts the inputs and the outputs of a forward to another dtype."""
 
-from collections.abc import MutableMapping, MutableSequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Mapping, MutableMapping, MutableSequence
+from copy import copy
+from dataclasses import fields, is_dataclass
+from itertools import repeat
 from operator import is_, is_not
 from typing import Any, Final
 
@@ -13,76 +15,98 @@ _PLAIN: Final = frozenset({type(None), bool, int, float, str})
 
 
 class Cast:
-    """A cast of values to another dtype. A container in which nothing is cast stays the same object."""
+    """A cast of values to another dtype. A container in which nothing is cast stays the same object.
 
-    __slots__ = ("_containers", "_dtype", "_tensors")
+    A unit may write into what it is given: a list of losses, a cache. Where that is a copy, `write_back` gives it to the caller.
+    """
+
+    __slots__ = ("_containers", "_dtype", "_made", "_tensors")
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
+        self._made: dict[int, Any] = {}
+        """What was made of each tensor and container that was copied, by its id: one copy, wherever it stands."""
         self._tensors: list[tuple[Tensor, Tensor, int]] = []
-        """Each tensor that was cast, what was made of it, and how often this had been changed by then."""
+        """Each tensor that was cast and counts its changes, what was made of it, and how often that had been changed by then."""
         self._containers: list[tuple[Any, Any, dict[int, Any]]] = []
         """Each container that was copied, its copy, and what was given in place of the items of the copy, by their ids."""
 
     def __call__(self, thing: Any) -> Any:
         """`thing` with its floating-point tensors in the dtype. Plain objects in it stay as they are."""
-        if isinstance(thing, Tensor):
-            if not thing.is_floating_point() or thing.dtype == self._dtype:
-                return thing
-            tensor = thing.to(self._dtype)
-            self._tensors.append((thing, tensor, _version(tensor)))
-            return tensor
-        if type(thing) in _PLAIN:
+        kind = type(thing)
+        if kind in _PLAIN or (isinstance(thing, Tensor) and (not thing.is_floating_point() or thing.dtype == self._dtype)):
             return thing
-        is_dataclass_object = _is_dataclass_object(thing)
-        if is_dataclass_object:
-            names = [field.name for field in fields(thing) if field.init]
+        if (known := self._made.get(id(thing))) is not None:
+            return known
+        if isinstance(thing, Tensor):
+            tensor = self._made[id(thing)] = thing.to(self._dtype)
+            if not (tensor.is_inference() or thing.is_inference()):
+                self._tensors.append((thing, tensor, tensor._version))
+            return tensor
+        if kind is tuple or kind is list:
+            parts = [*thing]
+        elif kind is dict:
+            parts = [*thing.values()]
+        elif _is_dataclass_object(thing):
+            names = [field.name for field in fields(thing) if hasattr(thing, field.name)]
             parts = [getattr(thing, name) for name in names]
         else:
-            parts, spec = tree_flatten(thing, is_leaf=lambda one: one is not thing)
+            # torch's function leaves a cycle of references, in which `thing` must not be: it would live until it is collected
+            is_top = repeat(False, 1)
+            parts, spec = tree_flatten(thing, is_leaf=lambda _: next(is_top, True))
             if spec.is_leaf():
                 return thing
         cast = [*map(self, parts)]
         if all(map(is_, cast, parts)):
             return thing
-        copy = replace(thing, **dict(zip(names, cast, strict=True))) if is_dataclass_object else tree_unflatten(cast, spec)
-        self._containers.append((thing, copy, {id(one): given for one, given in zip(cast, parts, strict=True)}))
-        return copy
+        made: Any
+        if kind is tuple or kind is list:
+            made = kind(cast)
+        elif kind is dict:
+            made = dict(zip(thing, cast, strict=True))
+        elif _is_dataclass_object(thing):
+            made = copy(thing)
+            for name, value in zip(names, cast, strict=True):
+                object.__setattr__(made, name, value)  # it may be frozen
+        else:
+            made = tree_unflatten(cast, spec)
+        self._made[id(thing)] = made
+        self._containers.append((thing, made, {id(one): given for one, given in zip(cast, parts, strict=True)}))
+        return made
 
     def write_back(self) -> None:
-        """Give to the caller what a forward has written into what was cast: a cache, a list of losses.
+        """Give to the caller what a forward has written into what was cast.
 
-        A tensor that requires a gradient is left as it is.
+        Not into a tensor that requires a gradient or an expanded one, nor what has a gradient to compute.
         """
         for given, tensor, version in self._tensors:
-            if (version < 0 or tensor._version != version) and not given.requires_grad:
+            if tensor._version != version and not (given.requires_grad or tensor.requires_grad) and _can_be_written(given):
                 with torch.no_grad():
                     given.copy_(torch.where(tensor != given.to(self._dtype), tensor, given))
-        for given, copy, items in self._containers:
+        for given, made, items in self._containers:
             if isinstance(given, MutableMapping):
-                now = {key: items.get(id(value), value) for key, value in copy.items()}
+                now = {key: items.get(id(value), value) for key, value in made.items()}
                 for key in given.keys() - now.keys():
                     del given[key]
                 for key, value in now.items():
                     if key not in given or given[key] is not value:
                         given[key] = value
             elif isinstance(given, MutableSequence):
-                values = [items.get(id(value), value) for value in copy]
+                values = [items.get(id(value), value) for value in made]
                 if len(values) != len(given) or any(map(is_not, values, given)):
                     given.clear()
                     given.extend(values)
             elif _is_dataclass_object(given):
-                for field in fields(given):
-                    value = getattr(copy, field.name)
-                    if (value := items.get(id(value), value)) is not getattr(given, field.name):
-                        setattr(given, field.name, value)
+                for name in [field.name for field in fields(given) if hasattr(made, field.name)]:
+                    value = items.get(id(getattr(made, name)), getattr(made, name))
+                    if not hasattr(given, name) or value is not getattr(given, name):
+                        setattr(given, name, value)
 
 
-def _version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; -1 in inference mode, where torch does not count."""
-    return -1 if tensor.is_inference() else tensor._version
+def _can_be_written(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) != 1
 
 
 def _is_dataclass_object(thing: Any) -> bool:
     # a dataclass that is also a mapping (for example a model output) is rebuilt as it is registered with pytree
-    return is_dataclass(thing) and not isinstance(thing, type | MutableMapping)
+    return is_dataclass(thing) and not isinstance(thing, type | Mapping)

@@ -16,6 +16,7 @@ from fsdp.comm.communicator import Communicator
 from fsdp.comm.context import CommContext
 from fsdp.comm.dtensor_mesh import check_joins, check_order, mesh_around, ranks_around, ranks_of
 from fsdp.config import Config, MeshKind
+from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.shown_params import owning_unit
@@ -335,12 +336,16 @@ def _lacks_memory(parameter: Tensor) -> bool:
 def _check_shared_memory(plan: Sequence[Planned]) -> None:
     """Raise ShardingError if parameters that are trained share their memory: they would be sharded apart."""
     first: dict[tuple[torch.device, int], tuple[str, bool]] = {}
+    trained: dict[int, list[tuple[int, int, str]]] = {}
+    """By storage, where each parameter that is trained begins and ends, and its name."""
     for info in _not_sharded_yet(plan):
         name, parameter = info.names[0], info.parameter
         here = here_of(parameter)
         if here.is_meta or not here.numel():
             continue
         address = here.data_ptr()
+        if parameter.requires_grad:
+            trained.setdefault(storage_key(here), []).append((address, address + here.nbytes, name))
         other, trains = first.setdefault((parameter.device, address), (name, parameter.requires_grad))
         if other != name and (trains or parameter.requires_grad):
             raise ShardingError(
@@ -348,13 +353,12 @@ def _check_shared_memory(plan: Sequence[Planned]) -> None:
                 "tie them by assigning the same Parameter to both modules, or clone one."
             )
     for name, buffer in buffers_of(plan[0]):
-        is_dense = not is_lazy(buffer) and buffer.layout is torch.strided
-        other, trains = first.get((buffer.device, here_of(buffer).data_ptr()), ("", False)) if is_dense else ("", False)
-        if trains:
-            raise ShardingError(
-                f"buffer {name!r} is over the memory of parameter {other!r}, which is trained and sharded: the buffer would stay "
-                "as it is now. Read the parameter in the forward, or clone it for the buffer."
-            )
+        for begins, ends, other in () if is_lazy(buffer) else trained.get(storage_key(buffer), ()):
+            if begins <= here_of(buffer).data_ptr() < ends:
+                raise ShardingError(
+                    f"buffer {name!r} is over the memory of parameter {other!r}, which is trained and sharded: the buffer would "
+                    "stay as it is now. Read the parameter in the forward, or clone it for the buffer."
+                )
 
 
 def _not_sharded_yet(plan: Sequence[Planned]) -> Iterator[ParamInfo]:

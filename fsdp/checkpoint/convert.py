@@ -93,7 +93,7 @@ def convert(path: Path, out: Path, to: str, max_shard_size: int) -> None:
         raise ShardingError(f"convert: {out} exists already; give another name, or remove it first.")
     source = _open(path)
     if to == "safetensors":
-        _to_safetensors(_weights_in(source, path), out, max_shard_size)
+        _to_safetensors(_weights_in(_in_parts(source, path), path), out, max_shard_size)
     elif to == "torch":
         _to_torch(_each_rank(source, unpack), out)
     else:
@@ -123,7 +123,7 @@ def _open(path: Path) -> dict[str, Any]:
         stored = dcp.StoredCheckpoint(path)
         tensors = {key: _lazy(stored, key, found) for key in stored.paths if (found := stored.tensor(key)) is not None}
         values = stored.plan({key: None for key in stored.paths if key not in tensors}).read()
-        return _in_parts(stored.nested({key: tensors[key] if key in tensors else values[key] for key in stored.paths}), path)
+        return stored.nested({key: tensors[key] if key in tensors else values[key] for key in stored.paths})
     if path.is_dir() or path.suffix == ".safetensors":
         require_safetensors("convert")
         return {"model": dict(tensor for file in files_in(path, "convert") for tensor in _lazy_in(file))}
@@ -190,7 +190,9 @@ def _to_torch(state: dict[str, Any], out: Path) -> None:
     """
     require_package("convert to torch", "numpy")
     with FakeTensorMode():
-        outline = tree_map(lambda value: torch.empty(value.shape, dtype=value.dtype) if _is_tensor(value) else value, state)
+        outline = tree_map(
+            lambda one: torch.empty(one.shape, dtype=one.dtype) if _is_tensor(one) else one, state, is_leaf=_is_size
+        )
     working = out.with_name(f".{out.name}.incomplete")
     with removed_on_failure(working, ALONE):
         with torch.serialization.skip_data(materialize_fake_tensors=True):
@@ -198,13 +200,17 @@ def _to_torch(state: dict[str, Any], out: Path) -> None:
         with FakeTensorMode():
             holes = torch.load(working, weights_only=True)
         with open(working, "r+b") as file:
-            for value, hole in zip(tree_leaves(state), tree_leaves(holes), strict=True):
+            for value, hole in zip(tree_leaves(state, _is_size), tree_leaves(holes, _is_size), strict=True):
                 if _is_tensor(value):
                     file.seek(hole.untyped_storage()._checkpoint_offset)
                     file.write(_read(value).detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())
         working.rename(out)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, torch.Size)  # torch would take it for a tuple, and make one of it
 
 
 def _is_tensor(value: Any) -> bool:

@@ -54,8 +54,8 @@ def export_safetensors(
     folder, limit = Path(path), size_in_bytes(max_shard_size)
     require_safetensors("export_safetensors")
     model_view = ModelView(model, "export_safetensors")
-    model_view.refuse_sparse()
     comm, names, param_shards = model_view.world_comm, model_view.fqns, model_view.param_shards
+    agree_on_refusals(comm, "export_safetensors", model_view.refuse_sparse)
     unsharded = [
         (name, tensor) for name, tensor in model_view.entries if id(tensor) not in param_shards and names[id(tensor)] == name
     ]

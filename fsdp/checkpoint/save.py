@@ -80,9 +80,10 @@ def save(
     the writing thread calls. Every byte counts twice: it is written, and read for its checksum.
 
     Raises:
-        ShardingError: on every rank; `path` exists, some rank could not write, `extra` holds more than plain data (tensors,
-            numbers, strings, lists, dicts), gradients are kept under `no_sync`, or a forward, a backward or a summon is going
-            on. Nothing appears.
+        ShardingError: on every rank; `path` exists or is not one folder for all ranks; some rank could not write; `extra`, extra
+            state of a module or an option of the optimizer holds more than plain data (tensors, numbers, strings, lists, dicts),
+            or a sparse tensor; the optimizer has state that belongs to no parameter; an argument is given on some ranks only;
+            gradients are kept under `no_sync`; or a forward, a backward or a summon is going on. Nothing appears.
     """
     folder = Path(path).absolute() if async_ else Path(path)  # the program may change its folder while the thread writes
     model_view = ModelView(model, "save")

@@ -112,7 +112,7 @@ class GradForm(NamedTuple):
         joined = torch.cat([term.reshape(-1) for term in terms])
         for dim, one in enumerate(self.placements):
             if one.is_partial():
-                # what `full_tensor` of a DTensor of these calls in the end, for a tenth of its host time
+                # what `full_tensor` of a DTensor of these calls in the end, for a fifth of its host time
                 group = self.mesh.get_group(dim).group_name
                 torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce_(joined, "sum", group))
         parts = joined.split_with_sizes([term.numel() for term in terms])

@@ -80,10 +80,12 @@ def check_fit(operation: str, name: str, given: object, shape: Shape, dtype: tor
 
 def _loses(given: torch.dtype, dtype: torch.dtype) -> bool:
     """Whether `dtype`, of the same kind, lacks digits or range of `given`. torch promotes no float8."""
+    if torch.bool in (given, dtype):
+        return dtype is torch.bool
     if not any(_kind(dtype)):
-        return torch.promote_types(given, dtype) != dtype
+        return torch.iinfo(dtype).min > torch.iinfo(given).min or torch.iinfo(dtype).max < torch.iinfo(given).max
     one, other = torch.finfo(given), torch.finfo(dtype)
-    return other.eps > one.eps or other.max < one.max or other.tiny > one.tiny
+    return other.eps > one.eps or other.max < one.max or other.tiny * other.eps > one.tiny * one.eps
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool]:

@@ -43,7 +43,7 @@ class ModelView:
             if id(tensor) not in self.param_shards and tensor.layout is not torch.strided:
                 raise ShardingError(
                     f"{self.function_name}: {name!r} is a tensor of layout {tensor.layout}, which these files cannot hold; "
-                    "register it with persistent=False and make it anew, or register its dense form."
+                    "keep its dense form, or leave it out of the state dict (register_buffer(..., persistent=False))."
                 )
 
     @cached_property

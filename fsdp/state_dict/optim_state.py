@@ -11,7 +11,6 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from fsdp.autograd.frames import own_method
 from fsdp.comm.agreement import agree_and_gather
@@ -123,7 +122,9 @@ class OptimizerView:
         Raises:
             ShardingError: the optimizer keeps state under a key that is no parameter.
         """
-        foreign = [key for key, kept in self.optimizer.state.items() if not (isinstance(key, Tensor) or kept == {})]
+        stepped = {id(p) for p in self.parameters.values()}
+        kept_for = [key for key, kept in self.optimizer.state.items() if id(key) not in stepped and kept != {}]
+        foreign = [f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else key for key in kept_for]
         if foreign and self._given is None:
             raise ShardingError(
                 f"{self.operation}: the optimizer has state under {foreign}, which belongs to no parameter and would be lost; "
@@ -227,14 +228,18 @@ class OptimizerView:
                 if isinstance(group[key], Tensor) and isinstance(mine[key], Tensor):
                     group[key] = group[key].to(mine[key].device)
         with torch.inference_mode(False), torch.no_grad():  # steps change the state, also what was read in inference mode
-            numbered = self.numbered(state, groups)
-            own = tree_map_only(Tensor, lambda value: value.clone() if value.is_inference() else value, numbered)
-            own_method(self.optimizer, "load_state_dict")(own)
+            own = [{key: _for_training(value) for key, value in kept.items()} for kept in (*state.values(), *groups)]
+            numbered = self.numbered(dict(zip(state, own, strict=False)), own[len(state) :])
+            own_method(self.optimizer, "load_state_dict")(numbered)
             adopt_state(self.optimizer)
 
     def holds(self, name: str) -> bool:
         """Whether this rank has state of the parameter `name`."""
         return name not in self.param_shards or self.param_shards[name].placement.keeps_state
+
+
+def _for_training(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Stages whose parameters are released between the two halves of a backward: the gradients of inputs, then those of weights."""
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterle
 
 import fsdp
 from fsdp.compat.fully_shard import fully_shard
+from tests.support.ranks import on_ranks
 
 
 def stages() -> list[nn.Sequential]:
@@ -80,3 +82,12 @@ def test_all_stages_skip_a_step_together_or_the_scaler_is_refused(asks_stages: b
         return scaler.get_scale(), all(map(torch.equal, after, before))
 
     assert fsdp.simulate(4, program) == [(2.0 if asks_stages else 4.0, True)] * 4
+
+
+@on_ranks(4)
+def test_a_mesh_whose_ranks_train_one_stage_is_no_mesh_of_stages(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    module = fsdp.fully_shard(stages()[rank // 2], mesh=mesh["dp"])
+    for use in (partial(fsdp.ShardedGradScaler, module), partial(fsdp.clip_grad_norm_, module, 1.0)):
+        with pytest.raises(fsdp.ShardingError, match=r"ranks \[\d, \d\] of pp_mesh train one stage; give the mesh of stages"):
+            use(pp_mesh=mesh["dp"])

@@ -140,11 +140,12 @@ def test_two_parameters_over_one_memory_are_named(rank: int, size: int, bad: tup
     fsdp.fully_shard(model)
 
 
+@pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
-def test_a_buffer_over_the_memory_of_a_parameter_is_refused_if_that_is_trained(rank: int, strategy: str) -> None:
+def test_a_buffer_over_the_memory_of_a_parameter_is_refused_if_that_is_trained(rank: int, strategy: str, first: int) -> None:
     model = two_layers()
-    model[1].register_buffer("table", model[0].weight.data)
+    model[1].register_buffer("table", model[0].weight.data[first:])
     with pytest.raises(
         fsdp.ShardingError, match=r"buffer '1\.table' is over the memory of parameter '0\.weight', which is trained"
     ):

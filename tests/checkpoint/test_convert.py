@@ -149,7 +149,8 @@ def test_what_is_no_checkpoint_is_said_to_be_none(command: str, tmp_path: Path, 
     assert f"{command}: there is no file or folder {tmp_path / 'a'}." in capsys.readouterr().err
     (tmp_path / "a").write_text("text")
     assert main([command, str(tmp_path / "a"), *more]) == 1
-    assert "no finished checkpoint" in (text := capsys.readouterr().err) or "is no checkpoint, and no file of torch.save" in text
+    said = {"convert": "is no checkpoint, and no file of torch.save", "inspect": "no finished checkpoint"}
+    assert said[command] in capsys.readouterr().err
 
 
 def test_a_file_of_torch_needs_numpy(

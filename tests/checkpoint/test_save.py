@@ -5,7 +5,7 @@ import random
 import threading
 import warnings
 import weakref
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -297,6 +297,12 @@ def noted(value: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
 VALUES = {
     "keys that are numbers": ({10: 0.5, (1, 2): torch.ones(2)}, None),
     "empty dicts": ({"scales": {}, "n": [{}, 1, ({}, {3: 1})]}, None),
+    "an empty dict": ({}, None),
+    "mappings of other classes": (
+        {"seen": defaultdict(int), "some": OrderedDict(a=OrderedDict()), "counts": Counter([1, 1])},
+        {"seen": {}, "some": {"a": {}}, "counts": {1: 2}},
+    ),
+    "sizes": ({"shape": torch.Size([2, 3]), 1: [torch.Size([4])]}, None),
     "dotted keys": ({"a.b": 2, "c": {"d.e": 1}}, None),
     "classes of plain data": ([{1, 2}, (1j, torch.float32), b"x", None], None),
     "scalars of numpy": (
@@ -353,6 +359,20 @@ def test_a_value_that_no_load_would_take_is_refused_by_its_key(value: Any, tmp_p
 
     fsdp.simulate(2, fn)
     assert list(tmp_path.iterdir()) == []
+
+
+@on_ranks(2)
+def test_a_tensor_inside_a_dict_is_saved_without_the_rest_of_its_storage(rank: int, tmp_path: Path) -> None:
+    model, _ = noted({0: torch.zeros(10**6)[:2]})
+    fsdp.save(tmp_path / "a", model, extra={"part": torch.zeros(10**6)[:2]})
+    assert sum(path.stat().st_size for path in (tmp_path / "a").iterdir()) < 10**5
+
+
+@on_ranks(2)
+def test_a_sparse_tensor_in_extra_state_is_refused_by_its_key(rank: int, tmp_path: Path) -> None:
+    model, _ = noted({"edges": torch.eye(2).to_sparse()})
+    with pytest.raises(fsdp.ShardingError, match=r"save: model\._extra_state\.edges is a tensor of layout torch.sparse_coo"):
+        fsdp.save(tmp_path / "a", model)
 
 
 def test_nothing_that_was_read_or_written_lives_on_in_a_cycle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,11 @@
 """Which dtype everything runs in, and how large the error of it may be."""
 
 import dataclasses
+import gc
+import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from operator import is_
 from typing import Any
 
@@ -202,6 +205,55 @@ def test_what_a_unit_writes_into_its_inputs_is_the_callers(rank: int, kind: str,
     for wanted, value in zip(*found, strict=True):
         torch.testing.assert_close(value.float(), wanted, rtol=2**-6, atol=2**-6)  # a few roundings to bf16
     assert all(p.grad is not None for p in model.parameters())
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    done: list[int] = dataclasses.field(init=False, default_factory=list)
+    later: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "x", self.x.float())
+
+
+class Filler(nn.Linear):
+    def forward(self, x: Tensor, one: list[Any], other: list[Any], frozen: Frozen, mask: Tensor, cache: Tensor) -> Tensor:
+        assert one is other and {value.dtype for value in (x, one[0], frozen.x, mask, cache)} == {BF16}
+        one.append(1)
+        frozen.done.append(2)
+        mask.mul_(2)
+        cache[0] = self.weight.sum()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
+@on_ranks(2)
+def test_what_is_given_twice_is_one_copy_and_what_was_not_written_stays(rank: int, context: Callable[[], Any]) -> None:
+    model = fsdp.fully_shard(Filler(2, 2), mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=BF16))
+    with context():
+        third = torch.ones(2) / 3
+        given, frozen = [third], Frozen(third)
+        frozen.done.append(1)
+        model(third, given, given, frozen, torch.ones(1).expand(2), cache := torch.zeros(2))
+    assert given[0] is third and given[1:] == [1] and frozen.done == [1, 2] and frozen.x is third
+    assert third.tolist() == (torch.ones(2) / 3).tolist() and (cache[0] != 0) == (context is torch.no_grad)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@on_ranks(2)
+def test_inputs_live_no_longer_than_their_forward(rank: int, dtype: torch.dtype) -> None:
+    model = fsdp.fully_shard(nn.Linear(2, 2), mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=dtype, output_dtype=BF16))
+    gc.disable()  # a cycle of references would be collected sometime
+    try:
+        x = torch.ones(1, 2)
+        watched = weakref.ref(x)
+        with torch.no_grad():
+            model(x)
+        del x
+        assert watched() is None
+    finally:
+        gc.enable()
 
 
 @on_ranks(2)

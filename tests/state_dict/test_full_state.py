@@ -120,12 +120,15 @@ class TestLoading:
         for state in fsdp.simulate(loading, load):
             assert_same_state(state, shifted(case))
 
-    @pytest.mark.parametrize("given", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize(
+        "given", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float16, torch.bfloat16, torch.float32]
+    )
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e5m2])
     @on_ranks(2)
     def test_a_dtype_is_taken_where_nothing_is_lost(self, rank: int, given: torch.dtype, dtype: torch.dtype) -> None:
         about = torch.finfo(given)
-        values = torch.tensor([1 + about.eps, about.max, about.tiny]).to(given)
+        least = about.tiny if given is torch.float8_e8m0fnu else about.tiny * about.eps
+        values = torch.tensor([1 + about.eps, about.max, least]).to(given)
         fits = torch.equal(values.to(dtype).double(), values.double())
         net = nn.Module()
         net.register_buffer("scale", torch.zeros(3, dtype=dtype))

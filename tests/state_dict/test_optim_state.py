@@ -195,6 +195,13 @@ def test_state_that_belongs_to_no_parameter_is_refused_where_it_would_be_lost(ra
     model, optimizer = trained(CASES["net"], rank, in_groups)
     wanted = fsdp.full_optim_state_dict(model, optimizer)
     fsdp.save(tmp_path / "a", model, optimizer)
+    lost = torch.ones(3)
+    optimizer.state[lost]["steps"] = 1
+    with pytest.raises(
+        fsdp.ShardingError, match=r"has state under \['a tensor of shape \(3,\)'\], which belongs to no parameter"
+    ):
+        fsdp.save(tmp_path / "b", model, optimizer)
+    del optimizer.state[lost]
     if rank == 1:
         optimizer.state["global"]["steps"] = 1
     for call in (partial(fsdp.save, tmp_path / "b", model, optimizer), partial(fsdp.full_optim_state_dict, model, optimizer)):
