@@ -25,7 +25,7 @@ from fsdp.comm.dtensor_mesh import is_part
 from fsdp.comm.failure.joint_waits import JointWaits
 from fsdp.comm.failure.peer_monitor import ROUTED, PeerMonitor, at_end
 from fsdp.comm.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
-from fsdp.comm.process_group import DeviceCommunicator, GlooCommunicator, ProcessGroupCommunicator
+from fsdp.comm.process_group import FORKED, DeviceCommunicator, GlooCommunicator, ProcessGroupCommunicator
 from fsdp.comm.routed_group import RoutedCommunicator, RoutedGroup, carrier_of, route
 from fsdp.comm.simulated_group import SimulatedGroup
 from fsdp.config import MeshKind
@@ -101,6 +101,8 @@ def open_comms(process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int = 
     here = simulated.current_rank()
     if here is not None:
         return _simulated_comms(here, process_group, mesh, mesh_kind, lanes)
+    if dist.is_initialized() and c10d._get_default_group() in _of_parent:
+        raise ShardingError(FORKED)
     if mesh_kind is MeshKind.HYBRID:
         return _hybrid_comms(mesh, lanes)
     if mesh is not None:

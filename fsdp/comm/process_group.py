@@ -5,6 +5,7 @@ all-reduce that moves twice the bytes, and its all-gather copies through a secon
 chunks and a local sum, and `GlooCommunicator` has an all-gather of its own.
 """
 
+import os
 import pickle
 import weakref
 from collections import deque
@@ -36,6 +37,12 @@ _LARGE: Final = 2**16
 """Chunks of at least this many bytes are gathered inside a host by W broadcasts, which then take less time than gloo's gather."""
 
 
+FORKED: Final = (
+    "a collective is called in a process that was forked from a rank, such as a worker of a DataLoader, which has no connections "
+    "of its own and would wait for ever. Compute in the rank itself; give the worker data or plain tensors."
+)
+
+
 class ProcessGroupCommunicator(Communicator):
     """A communicator over a torch process group of at least two ranks."""
 
@@ -46,6 +53,7 @@ class ProcessGroupCommunicator(Communicator):
         self.size = dist.get_world_size(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.name = name
+        self._process = os.getpid()
         self.monitor = peers
         self._recent: deque[tuple[str, str]] = deque(maxlen=RECENT)
 
@@ -91,6 +99,8 @@ class ProcessGroupCommunicator(Communicator):
             raise ShardingError(
                 "the process group this model was wrapped over has been destroyed; wrap a new model after making a new one."
             )
+        if os.getpid() != self._process:
+            raise ShardingError(FORKED)
         return group
 
     def supports_device(self, device: torch.device) -> bool:

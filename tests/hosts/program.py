@@ -58,7 +58,9 @@ def main(rank: int, size: int, folder: Path, seconds: float) -> None:
             step += 1
     except Exception as error:
         found = {"error": type(error).__name__, "text": str(error), "rank": getattr(error, "rank", None)}
-    (folder / f"{rank}.json").write_text(json.dumps({**found, "step": step}))
+    ended = folder / f"{rank}.ended"
+    ended.write_text(json.dumps({**found, "step": step}))
+    ended.rename(folder / f"{rank}.json")  # who waits for it reads it at once
 
 
 if __name__ == "__main__":

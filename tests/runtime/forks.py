@@ -3,6 +3,7 @@
 Ranks are processes here. A fork of the tests' own process, whose threads simulate ranks, would hold what other tests left.
 """
 
+import copy
 import faulthandler
 import os
 import sys
@@ -26,6 +27,12 @@ USES: Final[dict[str, Callable[[nn.Module], Any]]] = {
     "a full state dict": lambda model: fsdp.full_state_dict(model),
     "a full tensor": lambda model: fsdp.full_tensor(model[0].weight),  # type: ignore[index, arg-type]
 }
+WITHOUT_A_UNIT: Final[dict[str, Callable[[nn.Module], Any]]] = {
+    "a norm of a shard": lambda model: model[0].weight.norm(),  # type: ignore[index, operator, union-attr]
+    "a forward of a copy": lambda model: copy.deepcopy(model)(torch.ones(1, 4)),
+    "another model": lambda model: fsdp.fully_shard(nn.Linear(4, 5)),
+}
+"""No unit looks first whether it is in its own process."""
 
 
 def main(rank: int, size: int, folder: Path) -> None:
@@ -35,7 +42,8 @@ def main(rank: int, size: int, folder: Path) -> None:
     said = [of_strategy(strategy) for strategy in STRATEGIES]
     said[0][1].append(of_ddp())
     held, used = [one for one, _ in said], [words for _, several in said for words in several]
-    torch.save((held, used), folder / f"{rank}.pt")
+    model = fsdp.fully_shard(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)))
+    torch.save((held, used, [in_fork(use, model) for use in WITHOUT_A_UNIT.values()]), folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -599,7 +599,10 @@ def test_weights_that_are_swapped_in_a_forward_are_used_by_the_next_units(strate
 
 @pytest.mark.gloo
 def test_a_process_that_was_forked_from_a_rank_may_hold_the_model_and_gets_an_error_when_it_uses_it(tmp_path: Path) -> None:
-    for held, used in results_of("tests.runtime.forks", 2, tmp_path):
+    for held, used, without_a_unit in results_of("tests.runtime.forks", 2, tmp_path):
+        assert len(without_a_unit) == len(forks.WITHOUT_A_UNIT)
+        for said in without_a_unit:
+            assert said.startswith("ShardingError: a collective is called in a process that was forked from a rank")
         assert held == ["nothing"] * len(forks.STRATEGIES)
         assert len(used) == len(forks.STRATEGIES) * len(forks.USES) + 1
         for said in used:
