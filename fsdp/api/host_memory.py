@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fsdp.building.dissolve import refuse_losses
-from fsdp.device.storage import HostCopies, empty_cache, size_of
+from fsdp.device.storage import HostCopies, empty_cache, is_base, size_of
 from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
@@ -45,8 +45,8 @@ def offload(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
 
     Raises:
         ShardingError: inside a forward, a backward, a summon or `fsdp.join`, or between a forward and its backward; a parameter
-            has a gradient, or gradients are kept under `no_sync`; the model is in host memory already, contains no unit, or is
-            only a part of a root. Nothing was changed.
+            has a gradient, a state dict with values on the device is held, or gradients are kept under `no_sync`; the model is in
+            host memory already, contains no unit, or is only a part of a root. Nothing was changed.
     """
     engines = engines_in(model, "offload")
     for engine in engines:
@@ -104,6 +104,11 @@ def _refuse(engine: Engine) -> None:
     if engine.pending_backward.is_due:
         raise refusal(f"offload: unit {name!r} is between a forward and its backward; call it after the backward.", engine)
     for unit in engine.units:
+        if any(flat.shard.device.type not in ("cpu", "meta") and is_base(flat.shard) for flat in unit.flats):
+            raise ShardingError(
+                f"offload: a state dict of unit {unit.name!r} is held, whose values are the memory that is to be moved; delete "
+                "it first, or keep copies of its values."
+            )
         for info in unit.param_infos:
             gradient = info.parameter.grad
             if gradient is not None and size_of(gradient):

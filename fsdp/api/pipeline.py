@@ -87,9 +87,9 @@ class PipelineStage(pipelining.PipelineStage):
         if not self._engines():
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         given: dict[str, Any] = bwd_kwargs
-        # torch finds the weights on the paths of inputs: if no input requires a gradient, all gradients come in the first half
-        leads_to_inputs = any(isinstance(one, Tensor) and one.requires_grad for one in given.get("input_values", ()))
-        is_full = backward_type == "full" or (backward_type == "input" and not leads_to_inputs)
+        # torch finds the weights on the paths of inputs: if one requires no gradient, all gradients come in the first half
+        inputs = [one for one in given.get("input_values", ()) if isinstance(one, Tensor) and one.is_floating_point()]
+        is_full = backward_type == "full" or (backward_type == "input" and not all([one.requires_grad for one in inputs]))
         if backward_type == "weight" and not given["param_groups"]:
             return (), None
         engines = engines_in(self.submod, "PipelineStage")

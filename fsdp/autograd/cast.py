@@ -48,7 +48,7 @@ class Cast:
         elif kind is dict:
             parts = [*thing.values()]
         elif _is_dataclass_object(thing):
-            names = [field.name for field in fields(thing) if hasattr(thing, field.name)]
+            names = _attributes(thing)
             parts = [getattr(thing, name) for name in names]
         else:
             # torch's function leaves a cycle of references, in which `thing` must not be: it would live until it is collected
@@ -97,10 +97,17 @@ class Cast:
                     given.clear()
                     given.extend(values)
             elif _is_dataclass_object(given):
-                for name in [field.name for field in fields(given) if hasattr(made, field.name)]:
+                for name in _attributes(made):
                     value = items.get(id(getattr(made, name)), getattr(made, name))
                     if not hasattr(given, name) or value is not getattr(given, name):
-                        setattr(given, name, value)
+                        object.__setattr__(given, name, value)
+
+
+def _attributes(thing: Any) -> list[str]:
+    """The names of a dataclass object's fields that are set, and of its other attributes, such as a cached property."""
+    return [
+        *dict.fromkeys([*(field.name for field in fields(thing) if hasattr(thing, field.name)), *getattr(thing, "__dict__", ())])
+    ]
 
 
 def _can_be_written(tensor: Tensor) -> bool:

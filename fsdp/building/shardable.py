@@ -1,6 +1,7 @@
 """What cannot be sharded: found before anything changes, so that every rank refuses and no module is left half sharded."""
 
 import weakref
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -16,7 +17,6 @@ from fsdp.comm.communicator import Communicator
 from fsdp.comm.context import CommContext
 from fsdp.comm.dtensor_mesh import check_joins, check_order, mesh_around, ranks_around, ranks_of
 from fsdp.config import Config, MeshKind
-from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.shown_params import owning_unit
@@ -334,31 +334,44 @@ def _lacks_memory(parameter: Tensor) -> bool:
 
 
 def _check_shared_memory(plan: Sequence[Planned]) -> None:
-    """Raise ShardingError if parameters that are trained share their memory: they would be sharded apart."""
-    first: dict[tuple[torch.device, int], tuple[str, bool]] = {}
-    trained: dict[int, list[tuple[int, int, str]]] = {}
-    """By storage, where each parameter that is trained begins and ends, and its name."""
+    """Raise ShardingError if parameters that are trained share their memory, or a buffer has some of it.
+
+    Parameters would be sharded apart, and a buffer would stay as it is.
+    """
+    first: dict[tuple[str, int], tuple[str, bool]] = {}
+    trained: list[tuple[str, int, int, str]] = []
+    """The device, the first byte, the byte after the last one, and the name."""
     for info in _not_sharded_yet(plan):
         name, parameter = info.names[0], info.parameter
         here = here_of(parameter)
         if here.is_meta or not here.numel():
             continue
-        address = here.data_ptr()
+        device, begins, ends = _extent(here)
         if parameter.requires_grad:
-            trained.setdefault(storage_key(here), []).append((address, address + here.nbytes, name))
-        other, trains = first.setdefault((parameter.device, address), (name, parameter.requires_grad))
+            trained.append((device, begins, ends, name))
+        other, trains = first.setdefault((device, begins), (name, parameter.requires_grad))
         if other != name and (trains or parameter.requires_grad):
             raise ShardingError(
                 f"parameters {other!r} and {name!r} are two objects over the same memory, so that one changes with the other; "
                 "tie them by assigning the same Parameter to both modules, or clone one."
             )
+    trained.sort()
     for name, buffer in buffers_of(plan[0]):
-        for begins, ends, other in () if is_lazy(buffer) else trained.get(storage_key(buffer), ()):
-            if begins <= here_of(buffer).data_ptr() < ends:
-                raise ShardingError(
-                    f"buffer {name!r} is over the memory of parameter {other!r}, which is trained and sharded: the buffer would "
-                    "stay as it is now. Read the parameter in the forward, or clone it for the buffer."
-                )
+        if is_lazy(buffer) or buffer.layout is not torch.strided or buffer.is_meta or not buffer.numel():
+            continue
+        device, begins, ends = _extent(here_of(buffer))
+        before = bisect_left(trained, (device, ends)) - 1  # the last one that begins before the buffer ends
+        if before >= 0 and trained[before][0] == device and trained[before][2] > begins:
+            raise ShardingError(
+                f"buffer {name!r} is over the memory of parameter {trained[before][3]!r}, which is trained and sharded: the "
+                "buffer would stay as it is now. Read the parameter in the forward, or clone it for the buffer."
+            )
+
+
+def _extent(tensor: Tensor) -> tuple[str, int, int]:
+    """The device, the first byte and the byte after the last one; of a tensor with gaps the first element alone."""
+    begins = tensor.data_ptr()
+    return str(tensor.device), begins, begins + (tensor.nbytes if tensor.is_contiguous() else tensor.element_size())
 
 
 def _not_sharded_yet(plan: Sequence[Planned]) -> Iterator[ParamInfo]:

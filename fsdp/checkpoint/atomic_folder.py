@@ -6,20 +6,16 @@ Rule: files are written in a hidden folder beside the final one, and one rename 
 import errno
 import os
 import shutil
-import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
 
 from fsdp.comm.agreement import agree_and_gather, agree_on_refusals
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
 from fsdp.file_errors import file_errors
 
-_SEEN: Final = 2.0
-"""Seconds in which a host sees what another one has made in a folder of the network."""
 INCOMPLETE = ".incomplete-"
 """Part of the name of every hidden folder: its writer is still running, or was killed."""
 
@@ -134,13 +130,15 @@ def _make_hidden(function_name: str, folder: Path) -> str:
 
 def _refuse_another(function_name: str, folder: Path, working: Path) -> None:
     """Check that the hidden folder `working`, which rank 0 has made for its own `folder`, is there and is for this one."""
-    end = time.monotonic() + _SEEN
-    while not working.is_dir() and time.monotonic() < end:
-        time.sleep(0.05)
-    if not working.is_dir() or working.name[:-8] != _hidden_name(folder)[:-8]:  # the last 8 characters are random
-        raise ShardingError(
-            f"{function_name}: {folder} is another folder on this rank than on rank 0; give a path that all ranks share."
-        )
+    with file_errors(f"{function_name}: cannot write in {folder.parent}", folder.parent):
+        is_new = not folder.parent.exists()
+        folder.parent.mkdir(parents=True, exist_ok=True)  # this asks a network's server, where a look may find an old answer
+        if not working.is_dir() or working.name[:-8] != _hidden_name(folder)[:-8]:  # the last 8 characters are random
+            with suppress(OSError):  # others may have written there
+                folder.parent.rmdir() if is_new else None
+            raise ShardingError(
+                f"{function_name}: {folder} is another folder on this rank than on rank 0; give a path that all ranks share."
+            )
 
 
 def _hidden_name(folder: Path) -> str:

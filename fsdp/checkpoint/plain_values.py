@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp.errors import ShardingError
 
@@ -81,7 +81,10 @@ def _plain(value: Any, device: str | None) -> Any:
         return {_number(key): _plain(inner, device) for key, inner in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_plain(inner, device) for inner in value)
-    return value.detach().to(device).clone() if isinstance(value, Tensor) else _number(value)
+    if not isinstance(value, Tensor) or value.is_meta:
+        return _number(value)
+    alone = value.detach().to(device).clone()
+    return nn.Parameter(alone, value.requires_grad) if isinstance(value, nn.Parameter) else alone
 
 
 def _number(value: Any) -> Any:

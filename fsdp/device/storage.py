@@ -11,13 +11,14 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp.errors import ShardingError
 
 
 @dataclass(slots=True)
 class MemoryTracker:
-    """Bytes that the engine holds on this rank, by kind: shards, whole, bucket, scratch, reduced, kept, lent.
+    """Bytes that the engine holds on this rank, by kind: shards, whole, bucket, scratch, reduced, kept, base.
 
     Not counted: `.grad`, which belongs to the user, and the memory that replicas on the host reuse for it. Where shards are in
     host memory, these bytes are the device's alone.
@@ -183,10 +184,20 @@ def with_own_storage(view: Tensor) -> Tensor:
     What saves or compares storages takes views of one flat tensor for ties, or saves all of it. On devices for which torch has
     no DLPack it is a detached view alone.
     """
-    own = view.detach()
+    own, base = view.detach(), view.detach()
     if own.device.type in ("cpu", "cuda"):
-        own.data = from_dlpack(own)
+        own.data = from_dlpack(base)  # which keeps `base`, and with it the memory
+        _bases[base] = None
     return own
+
+
+_bases: Final = WeakIdKeyDictionary()
+"""The tensors whose memory storages of their own refer to."""
+
+
+def is_base(tensor: Tensor) -> bool:
+    """Whether a tensor of `with_own_storage` is alive that refers to the memory of `tensor`, which must stay where it is."""
+    return any(storage_key(one) == storage_key(tensor) for one in _bases)
 
 
 class Cutter:

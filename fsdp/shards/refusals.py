@@ -81,7 +81,7 @@ def check_fit(operation: str, name: str, given: object, shape: Shape, dtype: tor
 def _loses(given: torch.dtype, dtype: torch.dtype) -> bool:
     """Whether `dtype`, of the same kind, lacks digits or range of `given`. torch promotes no float8."""
     if torch.bool in (given, dtype):
-        return dtype is torch.bool
+        return given is not torch.bool
     if not any(_kind(dtype)):
         return torch.iinfo(dtype).min > torch.iinfo(given).min or torch.iinfo(dtype).max < torch.iinfo(given).max
     one, other = torch.finfo(given), torch.finfo(dtype)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -99,12 +100,18 @@ class StateHooks(RefuseCopy):
     def _give_storages(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """Give each full parameter a storage of its own, over the same memory. Parameters that are tied share theirs."""
         for slot, param_shard in self._slots[module].items():
-            name, key = prefix + slot, id(param_shard.parameter)
-            if type(value := state_dict.get(name)) is Tensor:
-                tied = self._given.get(key)
-                if tied is None or tied.data_ptr() != value.data_ptr():
-                    tied = with_own_storage(value)
-                state_dict[name] = self._given[key] = tied.detach()
+            if type(value := state_dict.get(prefix + slot)) is Tensor:
+                state_dict[prefix + slot] = self._with_own_storage(param_shard, value)
+
+    def _with_own_storage(self, param_shard: ParamShard, value: Tensor) -> Tensor:
+        """`value`, a view of a parameter, with a storage of its own, or with that of an earlier one: ties share theirs."""
+        if torch.is_inference_mode_enabled():
+            return value  # its changes would not be counted
+        tied = self._given.get(id(param_shard.parameter))
+        if tied is None or tied.data_ptr() != value.data_ptr():
+            tied = with_own_storage(value)
+        found = self._given[id(param_shard.parameter)] = tied.detach()
+        return found
 
     def _put_dtensors(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """Put DTensors that `copy.deepcopy` can copy in the places of those that torch made by `detach`.
@@ -117,7 +124,7 @@ class StateHooks(RefuseCopy):
             if type(value) is Tensor and storage_key(value) in self._unit.keys:
                 local = plain(param_shard.parameter)
             if local is not None:
-                state_dict[prefix + slot] = param_shard.placement.as_shard(with_own_storage(local))
+                state_dict[prefix + slot] = param_shard.placement.as_shard(self._with_own_storage(param_shard, local))
 
     def _in_full(self, param_shard: ParamShard, value: Tensor, call: FullStateCall) -> Tensor:
         """The full parameter. Communicates. torch drops what it gets on a rank that does not keep it, so there it is `value`."""

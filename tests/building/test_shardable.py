@@ -140,12 +140,29 @@ def test_two_parameters_over_one_memory_are_named(rank: int, size: int, bad: tup
     fsdp.fully_shard(model)
 
 
-@pytest.mark.parametrize("first", [0, 1])
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all of it": lambda weight: weight,
+    "some rows": lambda weight: weight[1:],
+    "transposed": lambda weight: weight.t(),
+    "by numpy": lambda weight: torch.from_numpy(weight.numpy()),
+}
+
+
+@on_ranks(2)
+def test_a_buffer_between_the_elements_of_a_parameter_is_accepted(rank: int) -> None:
+    both = torch.ones(3, 2)
+    model = two_layers()
+    model[0].bias, model[1].bias = nn.Parameter(both[:, 0]), nn.Parameter(torch.ones(3))
+    model[1].register_buffer("other", both[:, 1])
+    fsdp.fully_shard(model)
+
+
+@pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
-def test_a_buffer_over_the_memory_of_a_parameter_is_refused_if_that_is_trained(rank: int, strategy: str, first: int) -> None:
+def test_a_buffer_over_the_memory_of_a_parameter_is_refused_if_that_is_trained(rank: int, strategy: str, view: str) -> None:
     model = two_layers()
-    model[1].register_buffer("table", model[0].weight.data[first:])
+    model[1].register_buffer("table", VIEWS[view](model[0].weight.data))
     with pytest.raises(
         fsdp.ShardingError, match=r"buffer '1\.table' is over the memory of parameter '0\.weight', which is trained"
     ):

@@ -5,6 +5,7 @@ Ranks are processes here. A fork of the tests' own process, whose threads simula
 
 import copy
 import faulthandler
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -70,6 +71,7 @@ def in_fork(act: Callable[[nn.Module], Any], model: nn.Module) -> str:
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
+        gc.disable()  # a process group that is garbage waits in its destructor for threads that a fork has not
         try:
             act(model)
             said = "nothing"

@@ -213,13 +213,18 @@ class Frozen:
     done: list[int] = dataclasses.field(init=False, default_factory=list)
     later: int = dataclasses.field(init=False)
 
+    twice: Tensor = dataclasses.field(init=False)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "x", self.x.float())
+        object.__setattr__(self, "twice", self.x * 2)
+        object.__setattr__(self, "no_field", self.x * 3)
 
 
 class Filler(nn.Linear):
     def forward(self, x: Tensor, one: list[Any], other: list[Any], frozen: Frozen, mask: Tensor, cache: Tensor) -> Tensor:
-        assert one is other and {value.dtype for value in (x, one[0], frozen.x, mask, cache)} == {BF16}
+        assert one is other and {value.dtype for value in (x, one[0], frozen.x, frozen.twice, mask, cache)} == {BF16}
+        assert frozen.no_field.dtype is BF16  # type: ignore[attr-defined]
         one.append(1)
         frozen.done.append(2)
         mask.mul_(2)

@@ -1,5 +1,7 @@
 """Full parameters: read, lent, changed, saved and loaded into any other world."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -11,6 +13,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import fsdp
 from fsdp.compat.ddp import DistributedDataParallel
 from fsdp.compat.fully_shard import fully_shard
+from fsdp.device.storage import is_base
+from fsdp.runtime.registry import unit_ref_of
 from fsdp.shards.sharded_value import ShardedValue
 from tests.support.models import CASES, Case, Counting, X, is_at_rest, local, loss_of, make_net, two_units, world_log, wrap
 from tests.support.ranks import on_ranks
@@ -205,13 +209,38 @@ def test_each_value_of_a_state_dict_has_a_storage_of_its_own(rank: int, door: st
         assert all(value.untyped_storage().nbytes() == value.nbytes for value in values)
 
 
+@pytest.mark.parametrize("door", ["DDP", "DTensors", "FSDP2"])
 @on_ranks(2)
-def test_values_of_a_replicated_model_are_its_memory_and_ties_are_one_storage(rank: int) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+def test_values_are_the_memory_of_the_model_and_ties_are_one_storage(rank: int, door: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = model[0].weight
-    DistributedDataParallel(model)
+    WRAPPED[door](model)
     for state in (model.state_dict(), model.state_dict()):
-        assert state["0.weight"].untyped_storage()._cdata == state["1.weight"].untyped_storage()._cdata
+        first, second = (local(state[name]) for name in ("0.weight", "1.weight"))
+        assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
     version = model[0].weight._version
-    state["0.weight"].fill_(1)
-    assert model[0].weight._version > version and bool((model[0].weight == 1).all())
+    first.fill_(1)
+    assert bool((local(model[0].weight) == 1).all())
+    assert door != "DDP" or model[0].weight._version > version  # torch counts no changes of the parts of DTensors
+    if door == "DDP":  # torch makes no DTensor of a part in inference mode
+        with torch.inference_mode():
+            model.state_dict()
+        assert not model.state_dict()["0.weight"].is_inference()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("door", ["DDP", "DTensors", "FSDP2"])
+@on_ranks("size")
+def test_values_outlive_the_model_and_the_memory_does_not_outlive_them(rank: int, door: str, size: int) -> None:
+    model = nn.Linear(100, 100)
+    wrapper = WRAPPED[door](model)
+    shard = unit_ref_of(model).unit.flats[0].shard  # type: ignore[union-attr]
+    memory, state = weakref.ref(shard), model.state_dict()
+    assert is_base(shard)
+    wanted = local(state["weight"]).clone()
+    del model, wrapper, shard
+    gc.collect()
+    others = [torch.full_like(wanted, 7) for _ in range(20)]  # in memory that was freed
+    assert torch.equal(local(state["weight"]), wanted) and others
+    del state
+    assert memory() is None

@@ -1,5 +1,6 @@
 """Collectives on a device: who looks after them, and what is over when a peer does not join. Threads for ranks, no device."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from threading import Event, current_thread
@@ -478,6 +479,7 @@ def test_what_is_on_a_device_is_counted_and_what_is_on_the_host_is_not() -> None
     (one,) = ranks_that_launched(size=1)
     channel = ProcessGroupCommunicator.__new__(ProcessGroupCommunicator)
     channel._recent, channel.monitor, channel.name = [], one.lines, "shard"  # type: ignore[assignment]
+    channel._process = os.getpid()
     channel._reference = lambda: one  # type: ignore[assignment, return-value]
     launch: Callable[[object], object] = lambda group: DONE  # noqa: E731
     channel._launch("all_gather", "a", torch.empty(2), launch)
