@@ -3,7 +3,6 @@
 Ranks are processes here. A fork of the tests' own process, whose threads simulate ranks, would hold what other tests left.
 """
 
-import copy
 import faulthandler
 import gc
 import os
@@ -30,7 +29,6 @@ USES: Final[dict[str, Callable[[nn.Module], Any]]] = {
 }
 WITHOUT_A_UNIT: Final[dict[str, Callable[[nn.Module], Any]]] = {
     "a norm of a shard": lambda model: model[0].weight.norm(),  # type: ignore[index, operator, union-attr]
-    "a forward of a copy": lambda model: copy.deepcopy(model)(torch.ones(1, 4)),
     "another model": lambda model: fsdp.fully_shard(nn.Linear(4, 5)),
 }
 """No unit looks first whether it is in its own process."""
