@@ -89,7 +89,8 @@ class PipelineStage(pipelining.PipelineStage):
         given: dict[str, Any] = bwd_kwargs
         # torch finds the weights on the paths of inputs: if one requires no gradient, all gradients come in the first half
         inputs = [one for one in given.get("input_values", ()) if isinstance(one, Tensor) and one.is_floating_point()]
-        is_full = backward_type == "full" or (backward_type == "input" and not all([one.requires_grad for one in inputs]))
+        leads_to_inputs = inputs and all([one.requires_grad for one in inputs])
+        is_full = backward_type == "full" or (backward_type == "input" and not leads_to_inputs)
         if backward_type == "weight" and not given["param_groups"]:
             return (), None
         engines = engines_in(self.submod, "PipelineStage")

@@ -24,8 +24,8 @@ class Cast:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._made: dict[int, Any] = {}
-        """What was made of each tensor and container that was copied, by its id: one copy, wherever it stands."""
+        self._made: dict[int, tuple[Any, Any]] = {}
+        """Each tensor and container that was copied, and its copy, by its id: one copy, wherever it stands."""
         self._tensors: list[tuple[Tensor, Tensor, int]] = []
         """Each tensor that was cast and counts its changes, what was made of it, and how often that had been changed by then."""
         self._containers: list[tuple[Any, Any, dict[int, Any]]] = []
@@ -37,9 +37,10 @@ class Cast:
         if kind in _PLAIN or (isinstance(thing, Tensor) and (not thing.is_floating_point() or thing.dtype == self._dtype)):
             return thing
         if (known := self._made.get(id(thing))) is not None:
-            return known
+            return known[1]
         if isinstance(thing, Tensor):
-            tensor = self._made[id(thing)] = thing.to(self._dtype)
+            tensor = thing.to(self._dtype)
+            self._made[id(thing)] = thing, tensor
             if not (tensor.is_inference() or thing.is_inference()):
                 self._tensors.append((thing, tensor, tensor._version))
             return tensor
@@ -70,7 +71,7 @@ class Cast:
                 object.__setattr__(made, name, value)  # it may be frozen
         else:
             made = tree_unflatten(cast, spec)
-        self._made[id(thing)] = made
+        self._made[id(thing)] = thing, made
         self._containers.append((thing, made, {id(one): given for one, given in zip(cast, parts, strict=True)}))
         return made
 

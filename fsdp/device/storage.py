@@ -18,7 +18,7 @@ from fsdp.errors import ShardingError
 
 @dataclass(slots=True)
 class MemoryTracker:
-    """Bytes that the engine holds on this rank, by kind: shards, whole, bucket, scratch, reduced, kept, base.
+    """Bytes that the engine holds on this rank, by kind: shards, whole, bucket, scratch, reduced, kept, lent.
 
     Not counted: `.grad`, which belongs to the user, and the memory that replicas on the host reuse for it. Where shards are in
     host memory, these bytes are the device's alone.

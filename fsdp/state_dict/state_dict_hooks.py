@@ -41,7 +41,7 @@ class StateHooks(RefuseCopy):
         config = self._unit.config
         self._shows_full_params = config.plain_shards and config.mesh_kind is MeshKind.REPLICATE
         self._given: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        """Full parameters that state dicts hold, by the id of the parameter."""
+        """The values that state dicts hold, by the id of the parameter."""
         self._slots: WeakKeyDictionary[nn.Module, dict[str, ParamShard]] = WeakKeyDictionary()  # see `Unit.module`
         for info, param_shard in zip(self._unit.param_infos, param_shards_of(self._unit), strict=True):
             for owner, slot in info.slots:

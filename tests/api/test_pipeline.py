@@ -91,3 +91,31 @@ def test_a_mesh_whose_ranks_train_one_stage_is_no_mesh_of_stages(rank: int) -> N
     for use in (partial(fsdp.ShardedGradScaler, module), partial(fsdp.clip_grad_norm_, module, 1.0)):
         with pytest.raises(fsdp.ShardingError, match=r"ranks \[\d, \d\] of pp_mesh train one stage; give the mesh of stages"):
             use(pp_mesh=mesh["dp"])
+
+
+def test_zero_bubble_trains_a_stage_whose_inputs_are_integers() -> None:
+    class Signs(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return (super().forward(x) > 0).long()
+
+    class OfIntegers(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.float())
+
+    def made() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [Signs(4, 4).requires_grad_(False), OfIntegers(4, 4)]
+
+    wanted = nn.Sequential(*made())
+    nn.functional.mse_loss(wanted(batch(0)), batch(0)).backward()
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+        module = fsdp.fully_shard(made()[rank], mesh=mesh["dp"])
+        stage = fsdp.PipelineStage(module, rank, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+        schedule = ScheduleInterleavedZeroBubble([stage], 4, loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
+        schedule.step(*[batch(0)] * (rank == 0), **({"target": batch(0), "losses": []} if rank else {}))  # type: ignore[arg-type]
+        if rank:
+            torch.testing.assert_close(module.weight.grad, wanted[1].weight.grad)
+
+    fsdp.simulate(2, program)
