@@ -81,8 +81,9 @@ def _candidates(
         yield "sharding_strategy='SHARD_GRAD_OP'", reason, cost, _changed(ranks, without_second_gather)
     count = typical.collectives.get("reduce_scatter", 0)
     largest = max((one.received for one in ranks[0].operations if one.kind == "reduce_scatter"), default=0)
+    shards = max((one.args["ranks"] for one in traces[0].collectives if one.args["collective"] == "reduce_scatter"), default=1)
     for cap in CAPS_MB:
-        received = cap * 2**20 * (traces[0].world_size - 1) / traces[0].world_size
+        received = cap * 2**20 * (shards - 1) / shards
         if count > 1 and received > largest:
             reason = f"{count} reductions of a step are so small that each costs mostly its latency"
             cost = "gradients of several units wait for each other"

@@ -11,6 +11,7 @@ import pytest
 
 from fsdp.commands.main import main
 from fsdp.commands.reporting import report_page
+from fsdp.commands.reporting.advice import advise
 from fsdp.commands.reporting.clocks import merged, offset
 from fsdp.commands.reporting.numbers import numbers_of, slowest
 from fsdp.commands.reporting.rank_trace import read_traces
@@ -79,6 +80,28 @@ def test_simulating_the_same_options_takes_as_long_as_the_step(tmp_path: Path) -
     assert replayed(ranks) == pytest.approx(100e3)
     assert replayed([with_prefetch(1)(one) for one in ranks]) == pytest.approx(100e3)
     assert replayed([without_second_gather(one) for one in ranks]) == pytest.approx(100e3), "nothing is gathered twice"
+
+
+def test_buckets_are_advised_by_the_ranks_that_share_a_reduction(tmp_path: Path) -> None:
+    """Of a cap of 4 MiB, one rank of two receives 2 MiB, and one of four 3 MiB: only these join reductions of 2.2 and 0.2 MiB."""
+
+    def advice(ranks: int) -> list[str]:
+        document = made_up(world_size=4)
+        reduction = next(one for one in document["traceEvents"] if one["name"] == "reduce_scatter a")
+        times = {"wait_began": 80e3, "waited": 10e3, "end_after": 80e3, "end_before": 90e3}
+        reduction |= {"ts": 79e3, "dur": 11e3, "args": {**reduction["args"], **times, "received": 2_300_000}}
+        times = {"wait_began": 90e3, "waited": 10e3, "end_after": 90e3, "end_before": 100e3}
+        args = {**reduction["args"], **times, "number": 1, "received": 200_000}
+        second = {**reduction, "ts": 79.5e3, "dur": 20.5e3, "args": args}
+        document["traceEvents"].append(second)
+        for one in document["traceEvents"]:
+            if one["cat"] == "collective":
+                one["args"]["ranks"] = ranks
+        traces = read_traces(written(tmp_path, document))
+        return [one.change for one in advise(traces, [numbers_of(one) for one in traces]) if "bucket" in one.change]
+
+    assert advice(4) == ["reduction=fsdp.ReductionPolicy(bucket_cap_mb=4)"]
+    assert advice(2) == ["reduction=fsdp.ReductionPolicy(bucket_cap_mb=25)"]
 
 
 def test_ranks_that_traced_different_steps_are_refused(tmp_path: Path) -> None:
