@@ -97,7 +97,7 @@ class PipelineStage(pipelining.PipelineStage):
         with ExitStack() as stack:
             for engine in engines:  # keep gradients, on one rank as well
                 stack.enter_context(engine.synchronising(False))
-                engine.set_splits_backward(engine.splits_backward or not is_full)
+                engine.splits_backward = engine.splits_backward or not is_full
             if is_full:
                 outputs, gradients = given["stage_output"], given["output_grads"]
                 if gradients is None and isinstance(outputs, tuple):  # a loss, in the tuple in which torch splits backwards
@@ -119,7 +119,7 @@ class PipelineStage(pipelining.PipelineStage):
             super().perform_reduce_grad(grad_scale_factor)
             return
         for engine in engines_in(self.submod, "PipelineStage"):
-            engine.set_splits_backward(False)
+            engine.splits_backward = False
             backward_without_a_loss(partial(engine.on_event, 0, Event.EXTERNAL_GRAD))
             for index in range(len(engine.units)):
                 engine.request(index, Request.RESHARD)

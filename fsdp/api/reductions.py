@@ -90,4 +90,4 @@ def set_divide_factors(model: nn.Module, before: float, after: float) -> None:
         refuse_unless_resting("set_divide_factors", engine)
         if engine.reducer.hook is not None:
             raise refusal("set_divide_factors: a communication hook reduces the gradients, and it alone divides them.", engine)
-        engine.reducer.reductions.set_divide_factors(before, after)
+        engine.reducer.reductions.divide_factors = before, after

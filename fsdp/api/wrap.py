@@ -374,7 +374,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         for root, synchronises in before:
             # a conversion of the model inside has put another engine over the root, and `unwrap` none
             if (ref := unit_ref_of(root)) is not None:
-                ref.engine.set_synchronises(synchronises)
+                ref.engine.synchronises = synchronises
 
 
 def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -> None:
@@ -384,4 +384,4 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -
         ShardingError: `model` contains no unit, or is only a part of a root.
     """
     for engine in engines_in(model, "set_requires_gradient_sync"):
-        engine.set_synchronises(bool(requires_gradient_sync) or engine.reducer.keeps_nothing)
+        engine.synchronises = bool(requires_gradient_sync) or engine.reducer.keeps_nothing

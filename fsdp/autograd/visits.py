@@ -55,7 +55,7 @@ class ForwardCall:
     def __init__(self, unit: int, recompute: bool, inputs: Sequence[Tensor], innermost: bool, versions: int) -> None:
         self.unit = unit
         """The number of the unit in its root."""
-        self.input_nodes = nodes_of(inputs)
+        self.input_nodes = tuple(dict.fromkeys([tensor.grad_fn or get_gradient_edge(tensor).node for tensor in inputs]))
         """The distinct nodes behind the inputs. For a leaf it is the node that accumulates its gradient."""
         # autograd can leave a unit with inner units through any of those, so its inputs say nothing
         self.path = BackwardPath(recompute, versions, inputs, self.input_nodes if innermost else ())
@@ -81,13 +81,8 @@ class ForwardCall:
     def nest_in(self, outer: "ForwardCall") -> None:
         """Become a part of `outer`: both have one path, and gradients of the inputs of either may be computed."""
         self.nested = True
-        outer.path.add_endpoints(self.path.endpoints)
+        outer.path.endpoints += self.path.endpoints
         self.path = outer.path
-
-    def accept(self, carried: list[weakref.ref[Tensor]]) -> None:
-        """The pre-forward hook has succeeded. `carried`: what the user's hooks had captured in an enclosing call."""
-        self.refused = False
-        self.carried = carried
 
     def discard(self) -> None:
         """End the guard and drop all references to the graph, because the call will not end."""
@@ -139,19 +134,6 @@ class BackwardPath:
         """The number of the backward for which `_nodes_left` counts."""
         self._nodes_left = 0
         """Input nodes that the backward has not reached yet."""
-
-    def add_endpoints(self, references: Endpoints) -> None:
-        """Add tensors of which `autograd.grad` may compute gradients."""
-        self.endpoints += references
-
-    def add_updates(self, count: int) -> None:
-        """The call has changed so many of the unit's parameters in place."""
-        self.versions += count
-
-    def set_ends(self, outputs: Endpoints, enclosing: "Sequence[tuple[Any, BackwardPath]]") -> None:
-        """The call has returned these outputs, inside these calls."""
-        self.endpoints += outputs
-        self.enclosing = enclosing
 
     def enter(self, backward: int) -> bool:
         """Record that `backward` enters the call; return True the first time, if it will reach any input node."""
@@ -368,11 +350,6 @@ def grad_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tenso
     if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
         return args if args[0].requires_grad else ()
     return [tensor for tensor in (*tensors_in(args), *tensors_in(kwargs)) if tensor.requires_grad]
-
-
-def nodes_of(tensors: Sequence[Tensor]) -> Sequence[Node]:
-    """The distinct nodes behind tensors that require grad."""
-    return tuple(dict.fromkeys([tensor.grad_fn or get_gradient_edge(tensor).node for tensor in tensors]))
 
 
 def is_batched(tensor: Tensor) -> bool:

@@ -89,8 +89,7 @@ def _copy_root(engine: Engine, memo: Memo, attach: Attach) -> nn.Module:
     new_engine = attach([_copy_unit(unit, memo) for unit in engine.units], engine.descendants, engine.comms)
     for module in copied.modules():
         _take_places(module, stale[id(module)])
-    if (factors := engine.reducer.reductions.divide_factors) is not None:
-        new_engine.reducer.reductions.set_divide_factors(*factors)
+    new_engine.reducer.reductions.divide_factors = engine.reducer.reductions.divide_factors
     return copied
 
 

@@ -79,10 +79,6 @@ class ReductionQueue:
         """From now on, averages are over so many ranks."""
         self._averaging_ranks = ranks
 
-    def set_divide_factors(self, before: float, after: float) -> None:
-        """From now on, divide gradients by `before` before the sum over the ranks, and by `after` after it."""
-        self.divide_factors = before, after
-
     @property
     def oldest(self) -> Sequence[Bucket]:
         """The buckets of the reduction that is waited for next. Empty: all gradients have left the memory of their buckets."""
@@ -177,8 +173,8 @@ class ReductionQueue:
         self._tracker.add("reduced", size_of(rows))
         self._all_reduces.append(Reduction((bucket,), rows, work, None, 0, divisor, lane))
 
-    def launch_hooked(self, bucket: Bucket, shown: GradBucket, remainder: bool) -> bool:
-        """Fill one bucket and let the comm hook reduce it; return False, as its gradients stay in its memory."""
+    def launch_hooked(self, bucket: Bucket, shown: GradBucket, remainder: bool) -> None:
+        """Fill one bucket and let the comm hook reduce it. Its gradients stay in its memory until it was waited for."""
         assert self.hook is not None
         try:
             bucket.memory.allocate(self._tracker)
@@ -191,7 +187,6 @@ class ReductionQueue:
             raise
         self._tracker.add("reduced", size_of(output))
         self._reduce_scatters.append(Reduction((bucket,), output, work, None, 0))
-        return False
 
     def wait_next(self) -> None:
         """Wait for the oldest reduction over the ranks that share the shards, and start that of its sums over the replicas."""

@@ -68,7 +68,12 @@ class Reducer:
             bucket_kinds(len(self.buckets), self.early, units[0].config),
             len(units),
         )
-        self._meeting: Callable[[Combine], bool] | None = None
+        self.meeting: Callable[[Combine], bool] | None = None
+        """Called at the end of a backward that synchronises, where ranks may go different ways. It waits until all are there.
+
+        It is given a function that sends along which gradients this rank has. It returns whether it has called that: a rank
+        that has no data left has met the others before.
+        """
         self._stats = stats
         self.ignores_local_grads = False
         """True if the gradients of this rank are dropped, except those it accumulated earlier (`join`)."""
@@ -84,14 +89,6 @@ class Reducer:
     def order(self) -> Sequence[int]:
         """The numbers of all units in the agreed order."""
         return self._order.units
-
-    def set_meeting(self, meeting: Callable[[Combine], bool]) -> None:
-        """From now on, call `meeting` at the end of a backward that synchronises. It waits until all ranks are there.
-
-        It is given a function that sends along which gradients this rank has. It returns whether it has called that: a rank
-        that has no data left has met the others before.
-        """
-        self._meeting = meeting
 
     @property
     def hook(self) -> CommHook | None:
@@ -178,7 +175,7 @@ class Reducer:
         self._settled = self._owes_grad_hooks = False
         self._hooked: list[tuple[int, nn.Parameter]] = []
         # a rank that left a unit out may not know what was accumulated: ranks that go different ways ask about every bucket
-        self._trained = [bucket.begin() or self._meeting is not None for bucket in self.buckets]
+        self._trained = [bucket.begin() or self.meeting is not None for bucket in self.buckets]
         """For each bucket, whether it is reduced. One that is frozen now may be thawed before its unit is done."""
         if self._order.begin(tuple(self._trained)):
             self._make_groups()
@@ -362,11 +359,9 @@ class Reducer:
                 bucket.clear_unsharded_grads()
         while self.reductions.is_full and self._may_wait_for(oldest := self.reductions.oldest):
             self._wait_for(oldest)
-        if self.reductions.hook is None:
-            left_memory = self.reductions.launch(buckets, remainder)
-        else:
-            left_memory = self.reductions.launch_hooked(buckets[0], self._grad_bucket(buckets[0], group[0]), remainder)
-        if left_memory:
+        if self.reductions.hook is not None:
+            self.reductions.launch_hooked(buckets[0], self._grad_bucket(buckets[0], group[0]), remainder)
+        elif self.reductions.launch(buckets, remainder):
             self._on_landed(buckets)
         self._stats.add_launch(buckets, max(map(self._ready_at.__getitem__, group)))
 
@@ -399,9 +394,9 @@ class Reducer:
                 self._on(number, BucketEvent.LAUNCH_ANYWAY)
             self.advance()
         launched = [BucketAction.COUNT_REMAINDER in self._queue.on(n, BucketEvent.TAKE_STOCK) for n in numbers]
-        if self._meeting is None:
+        if self.meeting is None:
             self.used_params.exchange(launched)
-        elif not self._meeting(partial(self.used_params.combine, launched=launched)):
+        elif not self.meeting(partial(self.used_params.combine, launched=launched)):
             self.used_params.take_combined(launched)
         if self.policy.find_unused_parameters:
             for bucket, trained, has in zip(self.buckets, self._trained, self.used_params.has_remainder, strict=True):

@@ -31,7 +31,7 @@ class FinalCallback:
     On a device a thread of autograd may drop it a moment after the error was raised; see `PendingBackward.await_end`.
     """
 
-    __slots__ = ("_called", "_end", "_number", "_on_ended", "_on_failed", "_root")
+    __slots__ = ("_end", "_number", "_on_ended", "_on_failed", "_root")
 
     def __init__(self, root: Root, on_ended: Callable[[], None], on_failed: Callable[[], None], end: BackwardEnd) -> None:
         self._root = root
@@ -39,10 +39,8 @@ class FinalCallback:
         self._on_ended = on_ended
         self._on_failed = on_failed
         self._number = root.number
-        self._called = False
 
     def __call__(self) -> None:
-        self._called = True
         try:
             if self._is_current():
                 self._on_ended()
@@ -51,7 +49,7 @@ class FinalCallback:
 
     def __del__(self) -> None:
         try:
-            if not self._called and self._is_current():
+            if not self._end.is_over and self._is_current():
                 self._on_failed()
         finally:
             self._end.is_over = True
@@ -124,10 +122,6 @@ class PendingBackward:
         limit = time.monotonic() + UNWINDING
         while not self._end.is_over and time.monotonic() < limit:
             time.sleep(0.001)
-
-    def expect(self, expected: bool) -> None:
-        """Record whether a backward is expected in which other ranks would wait."""
-        self.expected = expected
 
     @property
     def is_due(self) -> bool:

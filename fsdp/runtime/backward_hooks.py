@@ -79,7 +79,8 @@ class BackwardHooks(RefuseCopy, UnitObserver):
         path = call.path
         # an input that is returned unchanged has no node of the unit behind it
         nodes = {node: None for node in map(node_behind, outputs) if node is not None and node not in path.input_nodes}
-        path.set_ends([*map(weakref.ref, outputs)], around)
+        path.endpoints += map(weakref.ref, outputs)
+        path.enclosing = around
         self.visit.add_path(path, self._engine.pending_backward.add_graph())
         for node in nodes:
             prehook = NodePrehook.of(node)

@@ -91,10 +91,6 @@ class Engine:
         self._action_handlers, self._effect_handlers = actions, tuple(effects)
         self.phases = Phases([unit.name for unit in self.units], self._action_handlers, self._effect_handlers)
 
-    def set_synchronises(self, synchronises: bool) -> None:
-        """From now on, backwards that begin reduce their gradients, or do not."""
-        self.synchronises = synchronises
-
     @contextmanager
     def synchronising(self, synchronises: bool) -> Iterator[None]:
         """Backwards that begin inside reduce their gradients, or do not."""
@@ -103,10 +99,6 @@ class Engine:
             yield
         finally:
             self.synchronises = before
-
-    def set_splits_backward(self, splits: bool) -> None:
-        """From now on, backwards that begin may compute gradients of inputs alone, or may not."""
-        self.splits_backward = splits
 
     def begin_pipeline_step(self, can_repeat: bool) -> None:
         """Micro-batches follow whose gradients are kept. Drop those of a step that has not ended, and what it has gathered.
@@ -207,7 +199,7 @@ class Engine:
 
     def notify_peers(self, unit: str, failure: BaseException | None) -> None:
         """Notify the other ranks, which may wait for this one, that a step has ended early."""
-        self.pending_backward.expect(False)
+        self.pending_backward.expected = False
         self.path.schedules.forget()
         self.stats.abandon_step()
         self.comms.abandon(unit, failure)

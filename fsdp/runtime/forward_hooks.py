@@ -123,11 +123,10 @@ class ForwardHooks(RefuseCopy):
         self._calls.append(call)
         if self._engine.reducer.runs_grad_hooks:
             self._engine.refuse_in_grad_hook(f"a forward of unit {self._unit.name!r}")
-        carried: list[weakref.ref[Tensor]] = []
         if not call.nested:  # a nested call is a part of the call around it
             if torch._C._are_functorch_transforms_active():
                 refuse_transforms(self._unit.name)
-            carried = self._side_outputs.begin()
+            call.carried = self._side_outputs.begin()
             if call.path.recompute:
                 self._passes.pre_recompute(call)
             else:
@@ -137,7 +136,7 @@ class ForwardHooks(RefuseCopy):
                     call.path.versions = self._unit.versions.forward_begins()
             if call.path.recompute or self._engine.splits_backward:
                 call.gradients = [unsharded.grad for unsharded in self._unit.unsharded_params]
-        call.accept(carried)
+        call.refused = False
         unsharded = self._engine.is_unsharded(self._index)
         if unsharded:
             self._unit.stop_intercepting()
@@ -182,7 +181,7 @@ class ForwardHooks(RefuseCopy):
             if call.path.recompute:
                 self._unit.write_back_inplace_of_recompute()
             else:
-                call.path.add_updates(self._unit.write_back_inplace())
+                call.path.versions += self._unit.write_back_inplace()
                 self._unit.refuse_changed()
             self._unit.refuse_lost_acts(call.gradients)
             outputs = self._find_outputs(call, output)

@@ -221,8 +221,8 @@ class Passes:
         engine.on_event(index, event)
         if not engine.forward.calls:
             try:
-                is_expected = event is Event.POST_FORWARD and (engine.synchronises or self._root.backward_gathers)
-                engine.pending_backward.expect(is_expected)
+                waits = engine.synchronises or self._root.backward_gathers
+                engine.pending_backward.expected = event is Event.POST_FORWARD and waits
                 for other in engine.gathered_units():
                     engine.request(other, Request.PASS_FAILS if failed else Request.PASS_ENDS)
                 if not torch.is_grad_enabled():
@@ -258,12 +258,12 @@ class Passes:
         self._look_at_flags(Unit.sync_requires_grad)
         if not calls:
             engine.watcher.before_backward(reduces)
-        engine.pending_backward.expect(False)
+        engine.pending_backward.expected = False
         if calls:
             if not self._units[calls[0].unit].is_running:
                 engine.refuse_two_threads()
             for call in calls:  # this backward may gather their units again
-                call.path.add_updates(self._units[call.unit].write_back_inplace(call.taken))
+                call.path.versions += self._units[call.unit].write_back_inplace(call.taken)
         engine.backward = Pass(graph_task())
         self._compiled = getattr(sys.modules.get(_COMPILER), "FRAME_COUNTER", 0)
         self._schedule = self._path.schedules.backward

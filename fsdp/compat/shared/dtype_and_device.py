@@ -182,9 +182,8 @@ def _converted_grad(grad: Tensor | None, fn: Conversion) -> Tensor | None:
 
 def _take_over(new: Engine, old: Engine) -> None:
     """Give an engine what was set on the one before it."""
-    new.set_synchronises(old.synchronises)
-    if (factors := old.reducer.reductions.divide_factors) is not None:
-        new.reducer.reductions.set_divide_factors(*factors)
+    new.synchronises = old.synchronises
+    new.reducer.reductions.divide_factors = old.reducer.reductions.divide_factors
     if (hook := old.reducer.hook) is not None:
         new.reducer.set_hook(hook)
     for index, lifecycle in enumerate(old.root.lifecycles):

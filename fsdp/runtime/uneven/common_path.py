@@ -38,11 +38,11 @@ class CommonPath(PathPolicy):
         super().__init__(PassSchedules(schedule, schedule), _keep_until_the_end)
         self._forward_phase = Phase.FORWARD
         """The phase of the forward of the root that runs, or ran last."""
-        self._join: Joined | None = None
-        """Set inside `fsdp.join`."""
+        self.join: Joined | None = None
+        """Set inside `fsdp.join`: called where some ranks have no data left, at the end of a backward and before a step."""
         self.has_met = False
         """Whether the ranks have met before the backward that runs, which is that of a rank that has no data left."""
-        engine.reducer.set_meeting(self._meet_at_end_of_backward)
+        engine.reducer.meeting = self._meet_at_end_of_backward
         for unit in engine.units:
             unit.before_copy = self._before_copy
 
@@ -50,10 +50,6 @@ class CommonPath(PathPolicy):
     def phase(self) -> Phase:
         """The part of a step that runs."""
         return Phase.BACKWARD if self._engine.root.in_backward else self._forward_phase
-
-    def set_join(self, join: Joined | None) -> None:
-        """From now on, call `join` where some ranks have no data left: at the end of a backward, and before a step."""
-        self._join = join
 
     def meet(self, place: Place = Place.MEETING) -> Places:
         """Take part in what other ranks gather, until all ranks are between two steps; return where they are.
@@ -93,7 +89,7 @@ class CommonPath(PathPolicy):
     def forward_begins(self, records_graph: bool) -> None:
         self._forward_phase = Phase.FORWARD if records_graph else Phase.EVALUATION
         # other ranks may run no forward now, so none is announced
-        self._engine.pending_backward.expect(False)
+        self._engine.pending_backward.expected = False
         for unit in self._engine.units:
             unit.sync_requires_grad()
 
@@ -147,7 +143,7 @@ class CommonPath(PathPolicy):
         """
         if Place.NO_DATA not in places or not places & {Place.END_OF_BACKWARD, Place.STEP}:
             return
-        engine, join = self._engine, self._join
+        engine, join = self._engine, self.join
         known = None if join is None else join.known_grads
         comm, device = engine.comms.world_comm, engine.units[0].device
         left = exchange_data_left(engine.reducer, comm, device, has_data=has_data, known_grads=known)

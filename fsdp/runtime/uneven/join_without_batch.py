@@ -26,11 +26,11 @@ class UnevenJoin(Joined):
     @contextmanager
     def connected(self) -> Iterator[None]:
         self._engine.watcher = self
-        self._path.set_join(self)
+        self._path.join = self
         try:
             yield
         finally:
-            self._path.set_join(None)
+            self._path.join = None
             self._engine.watcher = PassWatcher()
 
     def serve(self) -> None:
