@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 from typing import Any, Final, NamedTuple
 
-from state_machine.bucket import CHECKED, BucketAction, BucketEvent, BucketKind, BucketState, UnitEvent, UnitState
+from state_machine.bucket import CHECKED, BucketAction, BucketEvent, BucketKind, BucketState, UnitEvent
 from state_machine.bucket_queue import BucketQueue
 from state_machine.explorer.invariants import Violation
 
@@ -141,8 +141,8 @@ class Rank:
         """Return everything, hashable."""
         queue = self.queue
         return (
-            tuple(state._value_ for state in queue._states),
-            tuple(state._value_ for state in queue._unit_states),
+            tuple(queue._states),
+            tuple(queue._unit_states),
             tuple(queue._missing),
             queue._turn,
             (self.kept, self.here, self.came, self.complete, self.launched, self.result, self.open, self.todo, self.in_flight),
@@ -152,15 +152,11 @@ class Rank:
     def restore(self, frozen: Any) -> None:
         """Restore what `freeze` returned."""
         states, units, missing, self.queue._turn, own, shared = frozen
-        self.queue._states = [STATES[one] for one in states]
-        self.queue._unit_states = [UNIT_STATES[one] for one in units]
+        self.queue._states = list(states)
+        self.queue._unit_states = list(units)
         self.queue._missing = list(missing)
         self.kept, self.here, self.came, self.complete, self.launched, self.result, self.open, self.todo, self.in_flight = own
         self.sent, self.gathered, self.said, self.flushed, self.committed, self.position, self.running, self.outside = shared
-
-
-STATES: Final = {state.value: state for state in BucketState}
-UNIT_STATES: Final = {state.value: state for state in UnitState}
 
 
 def changed(flags: tuple[bool, ...], number: int, value: bool) -> tuple[bool, ...]:

@@ -23,12 +23,9 @@ class EffectFailed(Exception):
     """An effect of the engine failed half-way."""
 
 
-UnitSnapshot = tuple[int, int, int, bool, Seen]
+UnitSnapshot = tuple[State, ResidencyState, CopyState, bool, Seen]
 Snapshot = tuple[tuple[UnitSnapshot, ...], tuple[int, ...], Sync, bool, bool, int, BackwardState]
 
-STATES: Final = {state.value: state for state in State}
-RESIDENCES: Final = {state.value: state for state in ResidencyState}
-COPIES: Final = {state.value: state for state in CopyState}
 REQUESTS: Final = {Action.UNSHARD: Request.UNSHARD, Action.KEEP_UNSHARDED: Request.CACHE, Action.RESHARD: Request.RESHARD}
 MAY_FAIL: Final = frozenset(
     {
@@ -86,7 +83,7 @@ class Harness:
     def freeze(self) -> Snapshot:
         """Return everything that the next moves depend on, hashable. They do not depend on the story of a unit."""
         units = tuple(
-            (life.state._value_, home.state._value_, copy.state._value_, pending_return, facts.freeze())
+            (life.state, home.state, copy.state, pending_return, facts.freeze())
             for life, home, copy, pending_return, facts in zip(
                 self.root.lifecycles, self.residencies, self.root.copies, self.pending_return, self.seen.facts, strict=True
             )
@@ -102,9 +99,9 @@ class Harness:
         self.seen.queued = self.seen.sync is not Sync.NO_BACKWARD
         self.seen.committing.clear()
         for unit, (state, residence, copy, pending_return, facts) in enumerate(units):
-            self.root.copies[unit].state = COPIES[copy]
-            self.root.lifecycles[unit].state = STATES[state]
-            self.residencies[unit].state = RESIDENCES[residence]
+            self.root.copies[unit].state = copy
+            self.root.lifecycles[unit].state = state
+            self.residencies[unit].state = residence
             self.pending_return[unit] = pending_return
             self.seen.facts[unit].restore(facts)
 
@@ -123,17 +120,14 @@ class Harness:
         self.fail_after = fail_after
         accumulated = tuple(facts.accumulated for facts in self.seen.facts)
         try:
-            return self._act_or_abandon(move, accumulated)
+            try:
+                self._act(move, accumulated)
+            except EffectFailed:
+                self.fail_after = NEVER
+                self._abandon(accumulated)
+                return True
         except (IllegalTransition, RuntimeError) as refused:
             raise Violation(f"a legal move was refused: {refused}") from refused
-
-    def _act_or_abandon(self, move: Move, accumulated: tuple[bool, ...]) -> bool:
-        try:
-            self._act(move, accumulated)
-        except EffectFailed:
-            self.fail_after = NEVER
-            self._abandon(accumulated)
-            return True
         self.seen.check()
         if self.root.backward not in RUNS[self.seen.sync]:
             raise Violation(f"the backward is {self.root.backward.name}, but the backward that runs is {self.seen.sync.name}")
