@@ -74,8 +74,7 @@ class MixedPrecisionPolicy:
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ShardingError(f"mp_policy.{name} must be a floating-point torch.dtype or None, not {dtype!r}.")
         for name in ("cast_forward_inputs", "cast_root_forward_inputs", "reduce_in_shard_dtype"):
-            if not isinstance(getattr(self, name), bool):
-                raise ShardingError(f"mp_policy.{name} must be True or False, not {getattr(self, name)!r}.")
+            _check_flag(f"mp_policy.{name}", getattr(self, name))
 
     def input_dtype(self, is_root: bool) -> torch.dtype | None:
         """The dtype to which inputs of a unit's forward are cast; None if they are not."""
@@ -99,8 +98,7 @@ class OffloadPolicy:
     each copy of a gradient, and takes no memory that the system cannot swap."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pin_memory, bool):
-            raise ShardingError(f"offload_policy.pin_memory must be True or False, not {self.pin_memory!r}.")
+        _check_flag("offload_policy.pin_memory", self.pin_memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +176,14 @@ class ReductionPolicy:
             raise ShardingError(f"reduction.triggers must be names of parameters, not {self.triggers!r}.")
         object.__setattr__(self, "triggers", tuple(self.triggers))
         for name in ("at_end", "average", "deterministic", "find_unused_parameters", "static_graph"):
-            if not isinstance(getattr(self, name), bool):
-                raise ShardingError(f"reduction.{name} must be True or False, not {getattr(self, name)!r}.")
+            _check_flag(f"reduction.{name}", getattr(self, name))
         if self.find_unused_parameters and self.static_graph:
             raise ShardingError("reduction.find_unused_parameters and static_graph contradict each other; give one of them.")
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ShardingError(f"{name} must be True or False, not {value!r}.")
 
 
 def _is_positive(number: Any) -> bool:
@@ -286,8 +288,7 @@ def make_config(
     reduction = ReductionPolicy() if reduction is None else reduction
     if not isinstance(reduction, ReductionPolicy):
         raise ShardingError(f"reduction must be a fsdp.ReductionPolicy, not {reduction!r}.")
-    if not isinstance(uneven_paths, bool):
-        raise ShardingError(f"uneven_paths must be True or False, not {uneven_paths!r}.")
+    _check_flag("uneven_paths", uneven_paths)
     if uneven_paths and reduction.static_graph:
         raise ShardingError("uneven_paths and reduction.static_graph contradict each other: paths may change; give one of them.")
     if uneven_paths:
@@ -299,8 +300,7 @@ def make_config(
         )
     flags = {"broadcast_buffers": broadcast_buffers, "aligned": aligned, "plain_shards": plain_shards, "dtensors": dtensors}
     for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise ShardingError(f"{name} must be True or False, not {flag!r}.")
+        _check_flag(name, flag)
     if dtensors and plain_shards:
         raise ShardingError("dtensors and plain_shards contradict each other; give one of them.")
     if dtensors and mesh_kind is MeshKind.REPLICATE:

@@ -33,9 +33,7 @@ def clip_grad_norm_(
         ShardingError: `norm_type` is not a positive number, a parameter is not sharded, a forward, backward or summon is
             running, or gradients are kept under `no_sync` and not reduced.
     """
-    power = float(norm_type)
-    if not power > 0:
-        raise ShardingError(f"norm_type must be a positive number or inf, not {norm_type!r}.")
+    power = _power_of(norm_type)
     models = [model] if isinstance(model, nn.Module) else [*model]
     if not models or not all(isinstance(one, nn.Module) for one in models):
         raise ShardingError("clip_grad_norm_ takes a model, or a list of those of this rank's stages of a pipeline.")
@@ -104,7 +102,7 @@ def _norm_over(
 
 
 @collective_call
-def clip_norm_of_roots(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_norm_of_roots(model: nn.Module, max_norm: float, norm_type: float) -> Tensor:
     """Like `clip_grad_norm_`, of roots that may have different groups, and of parameters that are not sharded.
 
     The gradients of a root count once for the ranks that share its shards; those of ranks that hold the same shards, and of
@@ -113,9 +111,7 @@ def clip_norm_of_roots(model: nn.Module, max_norm: float, norm_type: float = 2.0
     Raises:
         ShardingError: as `clip_grad_norm_`, except for parameters that are not sharded.
     """
-    power = float(norm_type)
-    if not power > 0:
-        raise ShardingError(f"norm_type must be a positive number or inf, not {norm_type!r}.")
+    power = _power_of(norm_type)
     engines = engines_in(model, "clip_grad_norm_")
     _refuse_unless_reduced(engines)
     of_roots = [[p for unit in engine.units for p in unit.sharded_params] for engine in engines]
@@ -130,6 +126,13 @@ def clip_norm_of_roots(model: nn.Module, max_norm: float, norm_type: float = 2.0
     for gradient in chain.from_iterable(chain(strided, sparse) for _, strided, sparse in measured):
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
     return total
+
+
+def _power_of(norm_type: float) -> float:
+    power = float(norm_type)
+    if not power > 0:
+        raise ShardingError(f"norm_type must be a positive number or inf, not {norm_type!r}.")
+    return power
 
 
 def _comm_of_stages(caller: str, model: nn.Module, pp_mesh: Mesh) -> Communicator:
