@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from fsdp.debug.snapshot import EngineSnapshot
+from fsdp.debug.error_notes import EngineSnapshot
 
 RUN_DIR: Final = "FSDP_RUN_DIR"
 """The environment variable with the folder. It is read when the first model is wrapped."""

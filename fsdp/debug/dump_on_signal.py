@@ -20,8 +20,7 @@ from types import FrameType
 from typing import Final
 
 from fsdp.debug.answer_who import FRAMES, answer_questions
-from fsdp.debug.error_notes import communicator_lines, lines_of
-from fsdp.debug.snapshot import EngineSnapshot
+from fsdp.debug.error_notes import EngineSnapshot, communicator_lines, lines_of
 from fsdp.errors import ShardingError
 from fsdp.log import write_to_stderr
 

@@ -11,9 +11,8 @@ from contextlib import contextmanager, suppress
 from fsdp.autograd.visits import Pass, Visit
 from fsdp.comm.context import CommContext
 from fsdp.comm.open_communicators import place_in_job
-from fsdp.debug.error_notes import add_note, is_noted
+from fsdp.debug.error_notes import EngineSnapshot, add_note, is_noted, take_snapshot
 from fsdp.debug.phases import Phases
-from fsdp.debug.snapshot import EngineSnapshot, take_snapshot
 from fsdp.debug.threads import refuse_two_threads
 from fsdp.device.storage import MemoryTracker
 from fsdp.device.streams import Streams
