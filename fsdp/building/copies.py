@@ -80,7 +80,9 @@ def _copy_root(engine: Engine, memo: Memo, attach: Attach) -> nn.Module:
         unit.check_shards()
         for flat in unit.flats:
             for number, parameter in enumerate(flat.sharded_params):
-                _copy_as_stand_in(flat, number, parameter, memo)
+                # one that was found before its module, in an optimizer for example, is in `memo` already
+                stand_in = flat.placements[number].stand_in
+                memo[id(parameter)] = stand_in(parameter, _without_memory(flat, number), memo.get(id(parameter)))
     for module in root.modules():
         memo.update({id(found): found for found in _engine_hooks(module).values()})
     with _laid_aside(engine):
@@ -114,13 +116,6 @@ def _refuse_losses(engine: Engine) -> None:
             f"copy.deepcopy: unit {name!r} has a communication hook, whose state belongs to one model; copy the model before you "
             "register the hook, and register another one on the copy."
         )
-
-
-def _copy_as_stand_in(flat: FlatBuffer, number: int, parameter: nn.Parameter, memo: Memo) -> None:
-    """Put the copy of a sharded parameter into `memo`: a parameter of the full shape, with the memory of one element."""
-    full = _without_memory(flat, number)
-    # one that was found before its module, in an optimizer for example, is there already
-    memo[id(parameter)] = flat.placements[number].stand_in(parameter, full, memo.get(id(parameter)))
 
 
 def _without_memory(flat: FlatBuffer, number: int) -> Tensor:

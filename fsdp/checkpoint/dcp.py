@@ -69,11 +69,7 @@ class StoredCheckpoint:
     """A finished checkpoint, or any folder that Distributed Checkpoint wrote, with its metadata in memory."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the metadata.
-
-        Raises:
-            ShardingError: it is missing or damaged, or would unpickle a class that is not in the allow-list.
-        """
+        """See `read_metadata`."""
         self.folder = folder
         self.metadata = read_metadata(folder)
 

@@ -277,7 +277,7 @@ def _groups_of_shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 def _default_group() -> dist.ProcessGroup:
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_initialized():
         raise ShardingError(
             "No process group and no mesh: call torch.distributed.init_process_group() first and start the "
             "script with torchrun, "
@@ -346,7 +346,7 @@ def _meet(group: dist.ProcessGroup) -> None:
 
 def _on_exit() -> None:
     """Write for ranks that wrap a module, and wait for this one, that this process ends without having wrapped any."""
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_initialized():
         return
     group = c10d._get_default_group()
     if group not in _peers_of and group not in _of_parent and dist.get_backend(group) != "fake":
@@ -369,7 +369,7 @@ def _record_failure() -> None:
 
 
 def _after_fork() -> None:
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         _of_parent.add(c10d._get_default_group())
 
 

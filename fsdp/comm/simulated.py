@@ -153,11 +153,9 @@ class SimulatedCommunicator(Communicator):
         self._called = 0
 
     def supports_device(self, device: torch.device) -> bool:
-        """Whether `device` is the CPU, where simulated ranks compute."""
         return device.type == "cpu"
 
     def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
-        """Fill `unsharded` (W * C,) with the chunks of all ranks, as bytes."""
         if unsharded.numel() % self.size:
             raise ShardingError(f"all_gather({label!r}) takes {self.size} equal chunks, not {describe(unsharded)}.")
         self._world.evaluations.count(self.name, self.ranks[self.rank], label)
@@ -187,7 +185,6 @@ class SimulatedCommunicator(Communicator):
         return False
 
     def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Coalesced:
-        """`reduce_scatter` of each bucket."""
         return Coalesced([self.reduce_scatter(bucket, chunk, label) for bucket, chunk in zip(buckets, into, strict=True)])
 
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
@@ -195,7 +192,6 @@ class SimulatedCommunicator(Communicator):
         return 0
 
     def all_reduce_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
-        """Zero."""
         return 0
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
@@ -209,7 +205,6 @@ class SimulatedCommunicator(Communicator):
         return self._launch("all_reduce", side, 2 * (self.size - 1) * tensor.nbytes // self.size)
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
-        """Overwrite `tensor` (any shape) with the one of rank `source`."""
         if not 0 <= source < self.size:
             raise ShardingError(f"broadcast({label!r}) from rank {source}: the ranks are 0 to {self.size - 1}.")
         buffer = Buffer(tensor, label)
@@ -237,7 +232,6 @@ class SimulatedCommunicator(Communicator):
         return [pickle.loads(pickled) for pickled in arrived]
 
     def recent(self) -> list[str]:
-        """Return the last calls, oldest first."""
         return [f"{call.kind} {call.label}" for call in self._log if call.comm == self.name][-RECENT:]
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
@@ -249,7 +243,6 @@ class SimulatedCommunicator(Communicator):
         self._world.abandon(self._family, self.ranks, rank, what)
 
     def reconnect(self) -> None:
-        """After an abandoned step: wait for the other ranks."""
         if self._world.epoch_of(self._family, self.ranks[self.rank]) != self._epoch:
             self.gather_objects(None, "the next step")
 

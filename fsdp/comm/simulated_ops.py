@@ -201,7 +201,12 @@ def move_sums(sides: Sequence[Side]) -> None:
 
 
 def move_total(sides: Sequence[Side], op: ReduceOp) -> None:
-    total = _combine(sides, op)
+    sent = torch.stack([side.buffers[0].sent for side in sides])
+    if op == "max":
+        total = sent.amax(0)
+    else:
+        total = torch.empty_like(sent[0])
+        pairwise_sum(sent, total)
     for side in sides:
         side.buffers[0].flat.copy_(total)
 
@@ -209,15 +214,6 @@ def move_total(sides: Sequence[Side], op: ReduceOp) -> None:
 def move_copies(sides: Sequence[Side], source: int) -> None:
     for side in sides:
         side.buffers[0].flat.copy_(sides[source].buffers[0].flat)
-
-
-def _combine(sides: Sequence[Side], op: ReduceOp) -> Tensor:
-    sent = torch.stack([side.buffers[0].sent for side in sides])
-    if op == "max":
-        return sent.amax(0)
-    total = torch.empty_like(sent[0])
-    pairwise_sum(sent, total)
-    return total
 
 
 def mark_written(tensor: Tensor) -> None:

@@ -12,12 +12,9 @@ from types import FrameType
 from typing import Any, Final
 
 from fsdp.autograd.frames import running_backward
-from fsdp.comm.context import CommContext
 from fsdp.comm.failure.pending_call import Wait
-from fsdp.device.storage import MemoryTracker
 from fsdp.errors import IllegalTransition, ShardingError, WorldError
-from fsdp.params.unit import Unit
-from state_machine import BackwardState, Event, ResidencyState, Root, State
+from state_machine import BackwardState, Event, ResidencyState, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +49,6 @@ class EngineSnapshot:
     """The waits of this rank that are long, one for each communicator on which it waits."""
     units: tuple[UnitSnapshot, ...]
     """Every unit, outermost first."""
-
-
-def take_snapshot(
-    place_in_job: tuple[int, int],
-    units: Sequence[Unit],
-    root: Root,
-    residencies: Sequence[ResidencyState],
-    comms: CommContext,
-    tracker: MemoryTracker,
-) -> EngineSnapshot:
-    """The snapshot of an engine that has these parts. Communicates nothing and changes nothing."""
-    rank, world_size = place_in_job
-    return EngineSnapshot(
-        rank=rank,
-        world_size=world_size,
-        backward=root.backward,
-        bytes_held=dict(tracker.held),
-        collectives={name: tuple(comm.recent()) for name, comm in comms.each().items() if comm.size > 1},
-        waits=tuple(wait for comm in comms.each().values() if (wait := comm.waits()) is not None),
-        units=tuple(
-            UnitSnapshot(unit.name, lifecycle.state, residency, lifecycle.story)
-            for unit, lifecycle, residency in zip(units, root.lifecycles, residencies, strict=True)
-        ),
-    )
 
 
 Snapshot = Callable[[], EngineSnapshot]

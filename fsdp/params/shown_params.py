@@ -109,7 +109,7 @@ def _touching(method: Callable[..., Any]) -> Callable[..., Any]:
 
     def touching(shown: "ParamDict", *args: Any, **kwargs: Any) -> Any:
         shown.is_touched = True
-        touches.add()
+        touches.count += 1
         return method(shown, *args, **kwargs)
 
     return touching
@@ -275,7 +275,7 @@ class ModuleParams:
             if module is not None:
                 setattr(module, name, parameter)
         self._param_dict.__class__, self._param_dict.is_touched = InterceptingParamDict, is_touched
-        touches.forget(count)
+        touches.count = count
 
 
 def module_params_of(param_infos: Sequence[ParamInfo], unsharded_params: Sequence[nn.Parameter]) -> tuple[ModuleParams, ...]:

@@ -109,13 +109,13 @@ class AccumulatedGrad:
                 f"a hook of {name!r} was set or removed while gradients are kept under no_sync: hooks run once, for the sum of "
                 "the micro-batches. Set and remove them before the first micro-batch, or after the backward that synchronises."
             )
-        if param.grad is self._shard_grad and self._shard_grad._version == self._version:
-            return False
         if param.grad is not self._shard_grad:
             raise ShardingError(
                 f"the gradient of {name!r} was replaced while gradients are kept under no_sync; scale or replace it after "
                 "the backward that synchronises."
             )
+        if self._shard_grad._version == self._version:
+            return False
         values = self._shard_grad._values() if self._shard_grad.is_sparse else plain(self._shard_grad)
         is_zero = not values.numel() or not bool(values.any())
         if not is_zero and not self._is_complete:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from fsdp.autograd.visits import Pass, Visit
 from fsdp.comm.context import CommContext
 from fsdp.comm.open_communicators import place_in_job
-from fsdp.debug.error_notes import EngineSnapshot, add_note, is_noted, take_snapshot
+from fsdp.debug.error_notes import EngineSnapshot, UnitSnapshot, add_note, is_noted
 from fsdp.debug.phases import Phases
 from fsdp.debug.threads import refuse_two_threads
 from fsdp.device.storage import MemoryTracker
@@ -236,9 +236,21 @@ class Engine:
         refuse_two_threads({id(one): unit.name for unit in self.units for one in unit.modules}, self.root.in_backward)
 
     def snapshot(self) -> EngineSnapshot:
-        """Where every unit is now, as data for error notes, the dump and the story."""
-        residencies = [one.state for one in self._residencies]
-        return take_snapshot(self.place_in_job, self.units, self.root, residencies, self.comms, self.tracker)
+        """Where every unit is now, as data for error notes, the dump and the story. Communicates nothing and changes nothing."""
+        rank, world_size = self.place_in_job
+        comms = self.comms.each()
+        return EngineSnapshot(
+            rank=rank,
+            world_size=world_size,
+            backward=self.root.backward,
+            bytes_held=dict(self.tracker.held),
+            collectives={name: tuple(comm.recent()) for name, comm in comms.items() if comm.size > 1},
+            waits=tuple(wait for comm in comms.values() if (wait := comm.waits()) is not None),
+            units=tuple(
+                UnitSnapshot(unit.name, lifecycle.state, residency.state, lifecycle.story)
+                for unit, lifecycle, residency in zip(self.units, self.root.lifecycles, self._residencies, strict=True)
+            ),
+        )
 
     # gradients ----------------------------------------------------------------------------
 

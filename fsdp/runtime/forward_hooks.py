@@ -35,27 +35,23 @@ class EngineHooks:
 
     def __init__(self, passes: Passes) -> None:
         engine = passes.engine
-        self._forward: list[ForwardHooks] = []
+        self.forward: list[ForwardHooks] = []
         self._backward = [BackwardHooks(passes, index) for index in range(len(engine.units))]
         enclosing: list[list[ForwardHooks]] = [[] for _ in engine.units]
         modules = {id(module) for unit in engine.units for module in unit.modules}
         for index, inside in enumerate(engine.descendants):  # outer units come first
-            self._forward.append(ForwardHooks(passes, index, self._backward[index], enclosing[index], modules))
+            self.forward.append(ForwardHooks(passes, index, self._backward[index], enclosing[index], modules))
             for inner in inside:
-                enclosing[inner].append(self._forward[index])
+                enclosing[inner].append(self.forward[index])
         outer = [hooks for index, hooks in enumerate(self._backward) if engine.descendants[index]]
         for hooks in self._backward:
             hooks.outer = outer
 
     def remove(self) -> None:
         """Remove every hook."""
-        for forward, backward in zip(self._forward, self._backward, strict=True):
+        for forward, backward in zip(self.forward, self._backward, strict=True):
             forward.remove()
             backward.remove()
-
-    def run_as_forward(self, index: int, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of a unit as if it were its forward."""
-        return self._forward[index].run_as_forward(method, args, kwargs)
 
 
 class ForwardHooks(RefuseCopy):
@@ -96,7 +92,7 @@ class ForwardHooks(RefuseCopy):
             handle.remove()
 
     def run_as_forward(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of the unit between its forward hooks."""
+        """Call a method of the unit as if it were its forward, between its forward hooks."""
         module = self._unit.module
         args, kwargs = self._pre_forward(module, args, kwargs) or (args, kwargs)
         try:

@@ -28,14 +28,6 @@ class Clock:
     def __init__(self) -> None:
         self.count = 0
 
-    def add(self) -> None:
-        """One more change."""
-        self.count += 1
-
-    def forget(self, count: int) -> None:
-        """Those after `count` were the engine's own."""
-        self.count = count
-
 
 shard_changes: Final = Clock()
 """How often `requires_grad` of a shard was set, or a hook was added to one, in the whole process."""
@@ -47,25 +39,25 @@ class ShardParameter(ShardTensor, nn.Parameter):
     is_parameter = True
 
     def _set_requires_grad(self, requires_grad: bool) -> None:
-        shard_changes.add()
+        shard_changes.count += 1
         Tensor.requires_grad.__set__(self, requires_grad)  # type: ignore[attr-defined]
 
     requires_grad = property(Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[attr-defined]
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        shard_changes.add()
+        shard_changes.count += 1
         return super().requires_grad_(requires_grad)
 
     def detach_(self) -> Any:
-        shard_changes.add()
+        shard_changes.count += 1
         return super().detach_()
 
     def register_hook(self, hook: Any) -> Any:
-        shard_changes.add()
+        shard_changes.count += 1
         return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        shard_changes.add()
+        shard_changes.count += 1
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @property

@@ -406,11 +406,11 @@ class WatchedWork:
             self._wait_until_over()
             raise
 
-    def _wait_until_over(self, seconds: float = 2.0) -> None:
-        """Disconnect and wait up to `seconds` for the end of the collective: the caller releases the memory that it writes to."""
+    def _wait_until_over(self) -> None:
+        """Disconnect and wait up to 2 s for the end of the collective: the caller releases the memory that it writes to."""
         self._detector.disconnect()
         begin = time.monotonic()
-        while not self._work.is_completed() and time.monotonic() - begin < seconds:
+        while not self._work.is_completed() and time.monotonic() - begin < 2.0:
             time.sleep(0.01)
 
 
