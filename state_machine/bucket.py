@@ -21,7 +21,7 @@ ranks check the unit for a remainder in every backward. No rank knows when the l
 
 from collections.abc import Mapping
 from enum import auto
-from typing import Final, NamedTuple
+from typing import Final
 
 from state_machine.machine import Step
 from state_machine.vocabulary import MachineEnum
@@ -375,45 +375,41 @@ class UnitEvent(MachineEnum):
     """A parameter was read outside the unit, and its value requires a gradient."""
 
 
-class UnitStep(NamedTuple):
-    """The state of a unit after an event, and whether its buckets get POST_BACKWARD."""
-
-    to: UnitState
-    notify_buckets: bool = False
-
+UnitStep = Step[UnitState, BucketEvent]
+"""Its actions are the events that the buckets of the unit get."""
 
 UNITS: Final[Mapping[UnitState, Mapping[UnitEvent, UnitStep]]] = {
     UnitState.OPEN: {
-        UnitEvent.BEGINS: UnitStep(UnitState.OPEN),
-        UnitEvent.GATHERED: UnitStep(UnitState.OPEN),
-        UnitEvent.POST_BACKWARD: UnitStep(UnitState.DONE, notify_buckets=True),
-        UnitEvent.USED_OUTSIDE: UnitStep(UnitState.OPEN_OUTSIDE),
+        UnitEvent.BEGINS: _Step(UnitState.OPEN),
+        UnitEvent.GATHERED: _Step(UnitState.OPEN),
+        UnitEvent.POST_BACKWARD: _Step(UnitState.DONE, (_E.POST_BACKWARD,)),
+        UnitEvent.USED_OUTSIDE: _Step(UnitState.OPEN_OUTSIDE),
     },
     UnitState.DONE: {
-        UnitEvent.BEGINS: UnitStep(UnitState.OPEN),
-        UnitEvent.GATHERED: UnitStep(UnitState.REOPENED),
+        UnitEvent.BEGINS: _Step(UnitState.OPEN),
+        UnitEvent.GATHERED: _Step(UnitState.REOPENED),
         # a unit that stays unsharded can be done again without another all-gather
-        UnitEvent.POST_BACKWARD: UnitStep(UnitState.REOPENED),
+        UnitEvent.POST_BACKWARD: _Step(UnitState.REOPENED),
         # in a recompute, or in the next forward
-        UnitEvent.USED_OUTSIDE: UnitStep(UnitState.DONE_OUTSIDE),
+        UnitEvent.USED_OUTSIDE: _Step(UnitState.DONE_OUTSIDE),
     },
     UnitState.REOPENED: {
-        UnitEvent.BEGINS: UnitStep(UnitState.OPEN),
-        UnitEvent.GATHERED: UnitStep(UnitState.REOPENED),
-        UnitEvent.POST_BACKWARD: UnitStep(UnitState.REOPENED),
-        UnitEvent.USED_OUTSIDE: UnitStep(UnitState.DONE_OUTSIDE),
+        UnitEvent.BEGINS: _Step(UnitState.OPEN),
+        UnitEvent.GATHERED: _Step(UnitState.REOPENED),
+        UnitEvent.POST_BACKWARD: _Step(UnitState.REOPENED),
+        UnitEvent.USED_OUTSIDE: _Step(UnitState.DONE_OUTSIDE),
     },
     UnitState.OPEN_OUTSIDE: {
-        UnitEvent.BEGINS: UnitStep(UnitState.OPEN_OUTSIDE),
-        UnitEvent.GATHERED: UnitStep(UnitState.OPEN_OUTSIDE),
-        UnitEvent.POST_BACKWARD: UnitStep(UnitState.DONE_OUTSIDE, notify_buckets=True),
-        UnitEvent.USED_OUTSIDE: UnitStep(UnitState.OPEN_OUTSIDE),
+        UnitEvent.BEGINS: _Step(UnitState.OPEN_OUTSIDE),
+        UnitEvent.GATHERED: _Step(UnitState.OPEN_OUTSIDE),
+        UnitEvent.POST_BACKWARD: _Step(UnitState.DONE_OUTSIDE, (_E.POST_BACKWARD,)),
+        UnitEvent.USED_OUTSIDE: _Step(UnitState.OPEN_OUTSIDE),
     },
     UnitState.DONE_OUTSIDE: {
-        UnitEvent.BEGINS: UnitStep(UnitState.OPEN_OUTSIDE),
-        UnitEvent.GATHERED: UnitStep(UnitState.DONE_OUTSIDE),
-        UnitEvent.POST_BACKWARD: UnitStep(UnitState.DONE_OUTSIDE),
-        UnitEvent.USED_OUTSIDE: UnitStep(UnitState.DONE_OUTSIDE),
+        UnitEvent.BEGINS: _Step(UnitState.OPEN_OUTSIDE),
+        UnitEvent.GATHERED: _Step(UnitState.DONE_OUTSIDE),
+        UnitEvent.POST_BACKWARD: _Step(UnitState.DONE_OUTSIDE),
+        UnitEvent.USED_OUTSIDE: _Step(UnitState.DONE_OUTSIDE),
     },
 }
 

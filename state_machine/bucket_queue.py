@@ -94,9 +94,8 @@ class BucketQueue:
 
     def on_unit(self, unit: int, event: UnitEvent) -> bool:
         """Apply an event to a unit; return whether its buckets must get POST_BACKWARD."""
-        step = UNITS[self._unit_states[unit]][event]
-        self._unit_states[unit] = step.to
-        return step.notify_buckets
+        self._unit_states[unit], of_buckets = UNITS[self._unit_states[unit]][event]
+        return BucketEvent.POST_BACKWARD in of_buckets
 
     def next_group(self) -> Sequence[int] | None:
         """Return the buckets whose turn it is, or None if that group is not complete or all groups have had their turn."""

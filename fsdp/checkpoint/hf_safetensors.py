@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from fsdp.checkpoint.atomic_folder import not_written, writing
 from fsdp.checkpoint.progress_bar import Progress, ProgressOption
 from fsdp.comm.agreement import agree_on_refusals
-from fsdp.comm.communicator import Communicator
-from fsdp.comm.joint_gather import broadcast_all
+from fsdp.comm.joint_gather import copy_from
 from fsdp.errors import ShardingError, require_package
 from fsdp.file_errors import file_errors
 from fsdp.runtime.registry import collective_call
@@ -70,7 +69,7 @@ def export_safetensors(
             meter.begin(sum(size for _, size in planned))
             writer = _Writer(working, files, comm.rank, comm.size, meter)
             for name, tensor in unsharded:
-                writer.take(name, tensor if writer.writers[name] == 0 else _of_rank_0(name, tensor, comm))
+                writer.take(name, tensor if writer.writers[name] == 0 else copy_from(0, tensor, comm, name))
             for param_range, buffer in gather_ranges(model_view.units, RANGE_BYTES):
                 for param_shard in param_range.param_shards:
                     writer.take(names[id(param_shard.parameter)], param_range.full_param(buffer, param_shard))
@@ -157,13 +156,6 @@ def _targets(
         check_fit(operation, name, outline, shape, tensor.dtype)
         targets.append((tensor, stored))
     return targets, keys
-
-
-def _of_rank_0(name: str, tensor: Tensor, comm: Communicator) -> Tensor:
-    """Rank 0's version of a tensor that is not sharded."""
-    carrier = tensor.detach().clone(memory_format=torch.contiguous_format)
-    broadcast_all([(0, carrier)], comm, name)
-    return carrier
 
 
 class _Writer:

@@ -63,6 +63,13 @@ def broadcast_all(parts: Sequence[tuple[int, Tensor]], comm: Communicator, label
         work.wait()
 
 
+def copy_from(source: int, tensor: Tensor, comm: Communicator, label: str) -> Tensor:
+    """The tensor of rank `source`, contiguous and in memory of its own. It has the shape of this rank's."""
+    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+    broadcast_all([(source, copy)], comm, label)
+    return copy
+
+
 def gather_parts(
     full: Tensor, parts: Iterable[tuple[int, int, int]], mine: Tensor | None, comm: Communicator, label: str
 ) -> Tensor:

@@ -64,14 +64,14 @@ def simulate(world_size: int, fn: Callable[[int], T], seed: int = 0) -> list[T]:
     if not _one_world_at_a_time.acquire(blocking=False):
         raise ShardingError("A simulated world is already running in this process; worlds neither nest nor run side by side.")
     global _world
-    random_state = _RandomState()
+    restore_random_state = _keep_random_state()
     try:
         _world = _World(world_size, seed)
         with torch_groups(current_rank):
             return _world.run(fn)
     finally:
         _world = None
-        random_state.restore()
+        restore_random_state()
         _one_world_at_a_time.release()
 
 
@@ -322,10 +322,10 @@ class _World:
     def run(self, fn: Callable[[int], T]) -> list[T]:
         """Run `fn` on every rank and return the results. Raises the exception of the first rank that failed."""
         results: dict[int, T] = {}
-        callers, grad = _RandomState(), torch.is_grad_enabled()
+        restore, grad = _keep_random_state(), torch.is_grad_enabled()
         _keep_device_guard()
         threads = [
-            threading.Thread(target=self._run_rank, args=(rank, fn, results, callers, grad), name=f"rank {rank}", daemon=True)
+            threading.Thread(target=self._run_rank, args=(rank, fn, results, restore, grad), name=f"rank {rank}", daemon=True)
             for rank in range(self.size)
         ]
         for thread in threads:
@@ -353,11 +353,11 @@ class _World:
         return [results[rank] for rank in range(self.size)]
 
     def _run_rank(
-        self, rank: int, fn: Callable[[int], T], results: dict[int, T], random_state: "_RandomState", grad: bool
+        self, rank: int, fn: Callable[[int], T], results: dict[int, T], restore_random_state: Callable[[], None], grad: bool
     ) -> None:
         self._rank_slots[rank].turn.acquire()
         _this_thread.rank = self.ranks[rank]
-        random_state.restore()
+        restore_random_state()
         torch.set_grad_enabled(grad)
         try:
             results[rank] = fn(rank)
@@ -428,10 +428,10 @@ class _World:
             self._move_up_to(self._choices.choice(self._complete))
         chosen = self._choose()
         if chosen != rank:
-            random_state = _RandomState()
+            restore_random_state = _keep_random_state()
             self._pass_turn(chosen)
             self._rank_slots[rank].turn.acquire()
-            random_state.restore()
+            restore_random_state()
         if self._interrupted:
             raise WorldError("The simulated world was interrupted from outside.")
 
@@ -546,23 +546,20 @@ def _keep_device_guard() -> None:
         torch._C._ensureCUDADeviceGuardSet()
 
 
-class _RandomState:
-    """The random state of this process at the time when the object is made."""
+def _keep_random_state() -> Callable[[], None]:
+    """Return a function that restores the random state which this process has now."""
+    of_torch, of_python = torch.get_rng_state(), random.getstate()
+    # without the import nothing can draw from it
+    numpy: Any = sys.modules.get("numpy.random")
+    of_numpy = None if numpy is None else numpy.get_state(legacy=False)
 
-    __slots__ = ("_numpy", "_python", "_torch")
+    def restore() -> None:
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        if numpy is not None:
+            numpy.set_state(of_numpy)
 
-    def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._python = random.getstate()
-        # without the import nothing can draw from it
-        numpy: Any = sys.modules.get("numpy.random")
-        self._numpy: Any = None if numpy is None else numpy.get_state(legacy=False)
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy.random"].set_state(self._numpy)
+    return restore
 
 
 def _quote(failure: BaseException) -> str:

@@ -13,10 +13,9 @@ from fsdp.reduction.bucket import Bucket
 class GradBucket:
     """The bucket that a comm hook reduces. Its methods are those of `torch.distributed.GradBucket`."""
 
-    def __init__(self, bucket: Bucket, index: int, is_last: bool) -> None:
+    def __init__(self, bucket: Bucket, is_last: bool) -> None:
         self._buffer = bucket.buffer
         self._bucket = bucket
-        self._index = index
         self._is_last = is_last
         self._copies: list[tuple[Tensor, int]] = []
         """Copies of gradients that the hook has asked for, each with its version."""
@@ -58,7 +57,7 @@ class GradBucket:
 
     def index(self) -> int:
         """The number of the bucket in its model, the same in every step."""
-        return self._index
+        return self._bucket.number
 
     def is_last(self) -> bool:
         """Whether the bucket is the last one of a backward in which every trainable parameter gets a gradient."""

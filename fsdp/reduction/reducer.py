@@ -360,7 +360,7 @@ class Reducer:
         while self.reductions.is_full and self._may_wait_for(oldest := self.reductions.oldest):
             self._wait_for(oldest)
         if self.reductions.hook is not None:
-            self.reductions.launch_hooked(buckets[0], self._grad_bucket(buckets[0], group[0]), remainder)
+            self.reductions.launch_hooked(buckets[0], self._grad_bucket(buckets[0]), remainder)
         elif self.reductions.launch(buckets, remainder):
             self._on_landed(buckets)
         self._stats.add_launch(buckets, max(map(self._ready_at.__getitem__, group)))
@@ -378,10 +378,10 @@ class Reducer:
         for bucket in buckets:
             self._queue.on(bucket.number, BucketEvent.LANDED)
 
-    def _grad_bucket(self, bucket: Bucket, number: int) -> GradBucket:
+    def _grad_bucket(self, bucket: Bucket) -> GradBucket:
         """The object for a bucket that the comm hook is called with."""
         last = next(one for one in reversed(self._order.buckets) if self.buckets[one].is_trained)
-        return GradBucket(bucket, number, number == last)
+        return GradBucket(bucket, bucket.number == last)
 
     def _exchange_used(self) -> None:
         """Exchange between the ranks which gradients they have, before the rest is launched."""

@@ -78,7 +78,9 @@ class StepStats:
         """A forward of the root, or a backward, begins."""
         now = perf_counter()
         if is_forward and not self._is_open and torch.is_grad_enabled():
-            self._begin(now)
+            self._began, self._is_open = now, True
+            self._forward_s = self._backward_s = self._gather_wait_s = self._reduce_wait_s = 0.0
+            self._gathers = self._bytes = 0
         if not is_forward:
             self._forward_s += now - self._pass_began
             self._reductions_began, self._launches = now, []
@@ -155,8 +157,3 @@ class StepStats:
             )
             for one in self._reduced
         ]
-
-    def _begin(self, now: float) -> None:
-        self._began, self._is_open = now, True
-        self._forward_s = self._backward_s = self._gather_wait_s = self._reduce_wait_s = 0.0
-        self._gathers = self._bytes = 0

@@ -163,7 +163,7 @@ class ForwardHooks(RefuseCopy):
             self._end_returned(call, output)
         finally:
             self._calls.pop()
-            self._side_outputs.end(call.carried)
+            self._side_outputs.captured = call.carried
             if call.path.recompute:
                 self._passes.leave_recompute(call)
         policy = self._unit.config.mp_policy
@@ -258,7 +258,7 @@ class SideOutputs:
     They are attributes of its modules, such as a balancing loss, and tensors that hooks capture.
     """
 
-    __slots__ = ("_attributes", "_captured", "_handles", "_hooked", "_hooks", "_inner")
+    __slots__ = ("_attributes", "_handles", "_hooked", "_hooks", "_inner", "captured")
 
     def __init__(self, members: Sequence[nn.Module], own_modules: Sequence[nn.Module]) -> None:
         self._attributes = [Attributes(one) for one in own_modules]
@@ -266,12 +266,13 @@ class SideOutputs:
         self._inner = [*map(weakref.ref, inner)]
         self._hooks = [weakref.ref(one._forward_hooks) for one in inner]
         self._hooked: set[int] = set()
-        self._captured: list[weakref.ref[Tensor]] = []
+        self.captured: list[weakref.ref[Tensor]] = []
+        """The tensors that hooks have captured in the forward that runs."""
         self._handles: list[RemovableHandle] = []
 
     def begin(self) -> list[weakref.ref[Tensor]]:
-        """Start a forward. Return the captured tensors of the forward around it, which `end` takes."""
-        captured, self._captured = self._captured, []
+        """Start a forward. Return `captured` of the forward around it, which is set again at the end."""
+        captured, self.captured = self.captured, []
         hooks = [reference() for reference in self._hooks]
         if any(hooks):
             for reference, of_module in zip(self._inner, hooks, strict=True):
@@ -280,10 +281,6 @@ class SideOutputs:
                     self._hooked.add(id(module))
                     self._handles.append(module.register_forward_hook(self._post_inner_forward))
         return captured
-
-    def end(self, captured: "list[weakref.ref[Tensor]]") -> None:
-        """End the forward. `captured` is the return value of its `begin`."""
-        self._captured = captured
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -302,12 +299,12 @@ class SideOutputs:
 
     def hook_captures(self) -> list[Tensor]:
         """Return the outputs of hooked modules in this forward that are still alive."""
-        return [tensor for reference in self._captured if (tensor := reference()) is not None]
+        return [tensor for reference in self.captured if (tensor := reference()) is not None]
 
     def adopt(self, tensors: Sequence[Tensor]) -> None:
         """Add outputs of an inner unit's call, which may require a gradient later."""
-        self._captured += map(weakref.ref, tensors)
+        self.captured += map(weakref.ref, tensors)
 
     def _post_inner_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         # `requires_grad` is read when the forward ends, because a reentrant checkpoint sets it on its outputs only afterwards
-        self._captured += map(weakref.ref, tensors_in(output))
+        self.captured += map(weakref.ref, tensors_in(output))

@@ -53,7 +53,7 @@ class PrefetchSchedule:
         if not self._cap:
             self._learn()
         self._begin_anew()
-        return self._ahead(0, self.depth)
+        return self._ahead(0)
 
     def on_step_completed(self) -> None:
         """All ranks have completed a step: where units share gathers, its pass becomes the record."""
@@ -83,7 +83,7 @@ class PrefetchSchedule:
             return self._given[unit]
         if not self._followed or not self._groups[position]:
             return ()
-        return self._ahead(position + len(self._groups[position]), self.depth)
+        return self._ahead(position + len(self._groups[position]))
 
     def _learn(self) -> None:
         """Make the pass before the record."""
@@ -99,12 +99,12 @@ class PrefetchSchedule:
         self._current = []
         self._followed = True
 
-    def _ahead(self, place: int, count: int) -> Sequence[int]:
-        """The units of `count` groups, of which the first begins at `place` of the record."""
+    def _ahead(self, place: int) -> Sequence[int]:
+        """The units of `depth` groups, of which the first begins at `place` of the record."""
         if not self._cap:
-            return self._record[place : place + count]
+            return self._record[place : place + self.depth]
         end = place
-        for _ in range(count):
+        for _ in range(self.depth):
             if end < len(self._groups):
                 end += len(self._groups[end])
         return self._record[place:end]

@@ -179,7 +179,7 @@ def test_evaluation_collects_nothing() -> None:
         def forward(self, x: Tensor, times: int) -> Tensor:
             for _ in range(times):
                 x = self.inner(x)
-            self.collected = sum(len(one._captured) for one in gc.get_objects() if isinstance(one, SideOutputs))
+            self.collected = sum(len(one.captured) for one in gc.get_objects() if isinstance(one, SideOutputs))
             return x
 
     def fn(rank: int) -> int:

@@ -13,7 +13,6 @@ from state_machine.bucket import (
     BucketState,
     UnitEvent,
     UnitState,
-    UnitStep,
 )
 from state_machine.bucket_queue import BucketQueue
 from state_machine.explorer.explore_buckets import SCENES, explore_buckets
@@ -346,7 +345,7 @@ UNIT_BUGS = {
 def test_a_planted_bug_of_a_unit_is_noticed(
     state: UnitState, event: UnitEvent, to: UnitState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(UNITS, state, {**UNITS[state], event: UnitStep(to)})  # type: ignore[arg-type]
+    monkeypatch.setitem(UNITS, state, {**UNITS[state], event: Step(to)})  # type: ignore[arg-type]
     assert explore_buckets(BY_NAME["ordinary-kept"]).violations == 1
 
 

@@ -80,6 +80,7 @@ def join(
         stack.callback(engine.reducer.reductions.set_averaging_ranks, engine.comms.size)
         stack.enter_context(joined.connected())
         yield joined
+        engine.reducer.forget_kept()  # gradients accumulated under `no_sync`, whose backward will not follow
         joined.serve()
         if stepped is not None:
             take_over(joined.source, model, stepped.all_found(), engine.comms.world_comm)

@@ -2,7 +2,7 @@
 
 import gc
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp.comm.communicator import Communicator
+from fsdp.comm.joint_gather import copy_from
 from fsdp.errors import ShardingError, name_ranks
+
+_LABEL: Final = "the result of join"
 
 
 class SteppedOptimizers:
@@ -54,7 +57,7 @@ def take_over(source: int, model: nn.Module, optimizers: list[Optimizer], comm: 
     _check_alike(source, described)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            tensor.copy_(_broadcast(tensor.detach(), source, comm))
+            tensor.copy_(copy_from(source, tensor, comm, _LABEL))
         _take_grads([*model.parameters()], source, comm)
         for optimizer, (_, states) in zip(optimizers, described[source], strict=False):
             params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -72,11 +75,11 @@ def _take_grads(params: list[nn.Parameter], source: int, comm: Communicator) -> 
             parameter.grad = given.to(parameter.device)
         else:
             gradient = torch.zeros_like(parameter) if parameter.grad is None or parameter.grad.is_sparse else parameter.grad
-            parameter.grad = _broadcast(gradient, source, comm)
+            parameter.grad = copy_from(source, gradient, comm, _LABEL)
 
 
 def _describe(optimizer: Optimizer) -> tuple[list[str], list[dict[str, Any]]]:
-    """The options of each group as text; for each parameter its state, with an empty tensor on its device for each tensor."""
+    """The options of each group as text; for each parameter its state, with a `_Shape` for each tensor."""
     options = [
         ", ".join(f"{name}: {value}" for name, value in group.items() if name != "params") for group in optimizer.param_groups
     ]
@@ -123,14 +126,6 @@ def _take_state(states: Any, parameter: Tensor, wanted: dict[str, Any], source: 
         shape, dtype, on_host = value
         if not isinstance(mine.get(name), Tensor) or mine[name].shape != shape:
             mine[name] = torch.zeros(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
-        mine[name].copy_(_broadcast(mine[name].to(parameter.device), source, comm))
+        mine[name].copy_(copy_from(source, mine[name].to(parameter.device), comm, _LABEL))
     if wanted:
         states[parameter] = mine
-
-
-def _broadcast(tensor: Tensor, source: int, comm: Communicator) -> Tensor:
-    """The values of rank `source`, in memory of their own."""
-    found = tensor.clone(memory_format=torch.contiguous_format)
-    if found.numel():
-        comm.broadcast(found, source, "the result of join").wait()
-    return found

@@ -69,8 +69,6 @@ class EvenJoin(Joined):
     def serve(self) -> None:
         self._finished = True
         self._engine.reducer.ignores_local_grads = True
-        # gradients accumulated under `no_sync`, whose backward will not follow
-        self._engine.reducer.forget_kept()
         try:
             while (operation := self._announce(None)) is not None:
                 if operation is _Operation.STEPS:

@@ -34,8 +34,6 @@ class UnevenJoin(Joined):
             self._engine.watcher = PassWatcher()
 
     def serve(self) -> None:
-        # gradients accumulated under `no_sync`, whose backward will not follow
-        self._engine.reducer.forget_kept()
         while others := self._path.meet(Place.NO_DATA) - {Place.NO_DATA}:
             if Place.STEP in others:
                 self._step_with_others()
