@@ -171,20 +171,18 @@ class Visit:
     """What one backward does in one unit: gradients that arrived, calls that autograd entered and has not left.
 
     Invariants, which tests/patterns/visits.py checks: at rest nothing is recorded but the paths of calls. A visit in which a
-    backward has recorded something is in `visited`, once, and whoever ends the backward resets it. A visit with open calls, or
+    backward has recorded something is in `visited`, and whoever ends the backward resets it. A visit with open calls, or
     reached through a second graph, is entered. At least as many calls are open as followed paths have input nodes ahead.
     """
 
     __slots__ = (
-        *("_is_recorded", "_open_calls", "_paths", "_via_second_graph", "_visited", "backward", "endpoint_handles", "entered"),
+        *("_open_calls", "_paths", "_via_second_graph", "_visited", "backward", "endpoint_handles", "entered"),
         *("has_grad", "lost_act", "tasks"),
     )
 
-    def __init__(self, visited: "list[Visit]") -> None:
+    def __init__(self, visited: "set[Visit]") -> None:
         """`visited`: the visits of all units of the root in which the backward that runs has recorded something."""
         self._visited = visited
-        self._is_recorded = False
-        """Whether this visit is in `visited`."""
         self.backward = 1
         """The number of this backward, or of the next one."""
         self._paths: list[weakref.ref[BackwardPath]] = []
@@ -207,7 +205,7 @@ class Visit:
     def reset(self) -> None:
         """The backward is over: record for the next one."""
         self.backward += 1
-        self._is_recorded = self.entered = self._via_second_graph = self.has_grad = False
+        self.entered = self._via_second_graph = self.has_grad = False
         self._open_calls = 0
         self.lost_act = None
         self.tasks.clear()
@@ -215,14 +213,9 @@ class Visit:
             handle.remove()
         self.endpoint_handles.clear()
 
-    def _record(self) -> None:
-        if not self._is_recorded:
-            self._is_recorded = True
-            self._visited.append(self)
-
     def add_grad(self) -> None:
         """Record that a gradient has arrived."""
-        self._record()
+        self._visited.add(self)
         self.has_grad = True
 
     def take_grads(self) -> None:
@@ -231,7 +224,7 @@ class Visit:
 
     def add_lost_act(self, act: Exception | None) -> None:
         """Record what the user did in a recompute that ends by an exception, in whose place no other can be raised."""
-        self._record()
+        self._visited.add(self)
         self.lost_act = act
 
     def add_path(self, path: BackwardPath, on_freed: Callable[[weakref.ref[BackwardPath]], None]) -> None:
@@ -241,14 +234,14 @@ class Visit:
 
     def reach(self, path: BackwardPath) -> None:
         """Record that autograd is about to enter a call."""
-        self._record()
+        self._visited.add(self)
         self.entered = True
         if path.enter(self.backward):
             self._open_calls += 1
 
     def reach_again(self) -> None:
         """Record that autograd is about to run nodes that belong to no followed path, such as those of a second graph."""
-        self._record()
+        self._visited.add(self)
         self.entered = self._via_second_graph = True
 
     def leave(self, path: BackwardPath) -> bool:

@@ -77,7 +77,7 @@ class Engine:
         """The forward of the root that runs; at rest one without calls."""
         self.backward = Pass()
         """The backward that runs; at rest one without calls."""
-        self.visited: list[Visit] = []
+        self.visited: set[Visit] = set()
         """What the backward that runs has recorded of the units that it has reached."""
         self.last_unit = 0
         """The unit of the last event."""
@@ -218,9 +218,8 @@ class Engine:
     def forget_backward(self) -> None:
         """The backward is over: forget what it has recorded."""
         self.backward = Pass()
-        for visit in self.visited:
-            visit.reset()
-        self.visited.clear()
+        while self.visited:
+            self.visited.pop().reset()
 
     def clean_up_dead_forward(self, index: int | None = None) -> None:
         """Clean up after a forward that failed unnoticed: that of unit `index`, or one that Ctrl-C ended."""

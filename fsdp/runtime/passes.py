@@ -123,7 +123,6 @@ class Passes:
     def _begin_forward(self, index: int) -> None:
         """A forward of the root begins with this unit: do what all ranks do together before it."""
         engine, outermost, records_graph = self.engine, self._units[0], torch.is_grad_enabled()
-        outermost.refuse_forked()
         outermost.refuse_put_away()
         engine.pending_backward.await_end()
         if self._root.in_backward:
