@@ -5,7 +5,6 @@ Rule 1: no tensor is replaced. Its storage loses its memory and gets it back, so
 """
 
 import weakref
-from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -15,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from fsdp.building.dissolve import refuse_losses
 from fsdp.device.storage import HostCopies, empty_cache, is_base, size_of
 from fsdp.errors import ShardingError
-from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_in, refusal, refuse_unless_resting, reshard
 from fsdp.shards.shard_tensor import plain
@@ -63,9 +61,10 @@ def offload(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         for value in tree_leaves(list(optimizer.state.values())):
             if isinstance(value, Tensor):
                 put_away.copies.move(plain(value))
-    for unit in _units_of(engines):
-        for flat in unit.flats:
-            put_away.copies.move(flat.shard)
+    for engine in engines:
+        for unit in engine.units:
+            for flat in unit.flats:
+                put_away.copies.move(flat.shard)
     for engine in engines:
         empty_cache(engine.units[0].device)
 
@@ -85,13 +84,10 @@ def onload(model: nn.Module) -> None:
     put_away.copies.move_back()
     for handle in put_away.handles:
         handle.remove()
-    for unit in _units_of(engines):
-        unit.set_put_away(False)
+    for engine in engines:
+        for unit in engine.units:
+            unit.set_put_away(False)
     del _put_away[engines[0]]
-
-
-def _units_of(engines: Iterable[Engine]) -> list[Unit]:
-    return [unit for engine in engines for unit in engine.units]
 
 
 def _refuse(engine: Engine) -> None:

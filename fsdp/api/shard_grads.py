@@ -16,8 +16,7 @@ from fsdp.autograd.engine_calls import Answered, EngineCall
 from fsdp.autograd.frames import in_backward
 from fsdp.autograd.visits import is_batched
 from fsdp.errors import ShardingError
-from fsdp.params.shown_params import owning_unit
-from fsdp.params.unit import Unit
+from fsdp.params.unit import unit_of_shard
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import unit_ref_of
 
@@ -54,13 +53,12 @@ def translate_shards(call: EngineCall) -> tuple[Any, ...]:
 
 
 def _find(given: Any) -> _Shard | None:
-    owner = owning_unit(given) if isinstance(given, nn.Parameter) else None
-    if not isinstance(owner, Unit) or owner.has_full_params:
+    unit = unit_of_shard(given)
+    if unit is None:
         return None
-    unsharded = owner.unsharded_of(given)
-    ref = unit_ref_of(owner.module)
+    ref = unit_ref_of(unit.module)
     assert ref is not None, "the module of a unit has its reference"
-    return None if unsharded is given else _Shard(given, unsharded, ref.engine)
+    return _Shard(given, unit.unsharded_of(given), ref.engine)
 
 
 def _refuse(call: EngineCall, asked: Sequence[_Shard]) -> None:

@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fsdp.autograd.frames import called_by_this_package, stepping_optimizer
 from fsdp.errors import ShardingError
 from fsdp.params.gathered_copies import GatheredCopies
-from fsdp.params.shown_params import owning_unit
-from fsdp.params.unit import Unit
+from fsdp.params.unit import Unit, unit_of_shard
 from fsdp.runtime.registry import UnitRef, units_in
 from state_machine import Event
 
@@ -174,10 +173,8 @@ class _FullValues(TorchFunctionMode):
 
     def _unit_of(self, parameter: nn.Parameter) -> Unit | None:
         """The unit of a sharded parameter; None for one that is in full now."""
-        unit = owning_unit(parameter)
-        if not isinstance(unit, Unit) or unit not in self._units or unit.has_full_params:
-            return None
-        return None if unit.unsharded_of(parameter) is parameter else unit
+        unit = unit_of_shard(parameter)
+        return unit if unit in self._units else None
 
     def _shape(self, parameter: nn.Parameter) -> Tensor:
         unit = self._unit_of(parameter)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from fsdp.params.shown_params import (
     forget_owner,
     in_grad_hook,
     module_params_of,
+    owning_unit,
     register_owner,
     show_plainly,
     touches,
@@ -612,3 +613,11 @@ class Unit:
         self._full_params.free(self._tracker)
         self.has_full_params = False
         self._rest_on({})
+
+
+def unit_of_shard(given: Any) -> Unit | None:
+    """The unit of a sharded parameter; None for one that is in full now, and for anything else."""
+    owner = owning_unit(given) if isinstance(given, nn.Parameter) else None
+    if not isinstance(owner, Unit) or owner.has_full_params or owner.unsharded_of(given) is given:
+        return None
+    return owner

@@ -30,6 +30,7 @@ from fsdp.comm.failure.pending_call import (
     PendingCall,
     Wait,
     absent_ranks,
+    describe_deadlock,
     evaluated_alone,
     is_deadlock,
     place_of,
@@ -133,7 +134,7 @@ class DesyncDetector:
                     for rank, one in found.items():
                         if one.is_restart:
                             self._peers.report_restart(rank)
-                    self.fatal = self._describe_deadlock(found)
+                    self.fatal = describe_deadlock(found, self.ranks, absent_ranks)
             if self.fatal is None:
                 self.fatal = self._peers.find_joint_deadlock(pending)
             if self.fatal is not None:
@@ -251,14 +252,6 @@ class DesyncDetector:
                 else:
                     desync = desync or f"{place_of(pending)}: {parts[0]} where {' and '.join(parts[1:])}. {remedy}"
         return desync
-
-    def _describe_deadlock(self, found: dict[int, PendingCall]) -> str:
-        parts = [
-            f"Rank {self.ranks[rank]} waits for {pending.call}, operation {pending.number} of communicator "
-            f"{pending.comm!r}, which {self._name_all(absent_ranks(pending, found))} did not call."
-            for rank, pending in sorted(found.items())
-        ]
-        return " ".join(["Deadlock: nobody can go on.", *parts, *remedies_for([one.call for one in found.values()])])
 
     def _name_all(self, ranks: Sequence[int]) -> str:
         return name_ranks([self.ranks[rank] for rank in ranks])

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from fsdp.comm.failure.desync import STALL_SECONDS, DesyncDetector
-from fsdp.comm.failure.pending_call import PendingCall, absent_ranks, remedies_for
-from fsdp.errors import name_ranks
+from fsdp.comm.failure.pending_call import PendingCall, absent_ranks, describe_deadlock
 
 
 class Monitor(Protocol):
@@ -50,12 +49,7 @@ class JointWaits:
         time.sleep(STALL_SECONDS / 4)
         if joint.detector.read_calls("across") != found:  # read at different times, and now known to hold at one time
             return None
-        parts = []
-        for rank, one in found.items():
-            place = f"operation {one.number} of communicator {one.comm.rpartition('/')[2]!r}"
-            absent = name_ranks([joint.ranks[other] for other in _absent(one, found)])
-            parts.append(f"Rank {joint.ranks[rank]} waits for {one.call}, {place}, which {absent} did not call.")
-        return " ".join(["Deadlock: nobody can go on.", *parts, *remedies_for([one.call for one in found.values()])])
+        return describe_deadlock(found, joint.ranks, _absent)
 
     def clear(self) -> None:
         """This rank waits no longer."""

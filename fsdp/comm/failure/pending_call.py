@@ -3,7 +3,7 @@
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from fsdp.errors import FEWER_BATCHES, NO_SYNC, UNEVEN_PATHS, name_ranks
@@ -160,3 +160,15 @@ def absent_ranks(pending: PendingCall, found: dict[int, PendingCall]) -> list[in
         for rank, theirs in found.items()
         if theirs.launched_on(pending.comm) < pending.number and not (theirs.key and theirs.key == pending.key)
     ]
+
+
+def describe_deadlock(
+    found: dict[int, PendingCall], ranks: Sequence[int], absent: Callable[[PendingCall, dict[int, PendingCall]], list[int]]
+) -> str:
+    """The error where nobody can go on. `ranks`: as the user counts them. `absent`: gives those that have not made a call."""
+    parts = [
+        f"Rank {ranks[rank]} waits for {one.call}, operation {one.number} of communicator {one.comm.rpartition('/')[2]!r}, which "
+        f"{name_ranks([ranks[other] for other in absent(one, found)])} did not call."
+        for rank, one in found.items()
+    ]
+    return " ".join(["Deadlock: nobody can go on.", *parts, *remedies_for([one.call for one in found.values()])])
