@@ -28,19 +28,6 @@ class BucketQueue:
     before it have had theirs and each of its buckets was offered.
     """
 
-    __slots__ = (
-        "_groups",
-        "_kinds",
-        "_missing",
-        "_place",
-        "_states",
-        "_tables",
-        "_turn",
-        "_unit_states",
-        "_units",
-        "names",
-    )
-
     def __init__(self, names: Sequence[str], units: Sequence[int], kinds: Sequence[BucketKind], count: int) -> None:
         self.names = tuple(names)
         """The name of the unit of each bucket."""

@@ -19,22 +19,6 @@ _VERSION: Final = attrgetter("_version")
 class Versions:
     """The clocks of the shards of one unit."""
 
-    __slots__ = (
-        "_asks_addresses",
-        "_at_gather",
-        "_at_pass",
-        "_copies",
-        "_flats",
-        "_movable",
-        "_others_at_gather",
-        "_places",
-        "_repeated",
-        "_sums",
-        "_when_made",
-        "_written_back",
-        "at_forward",
-    )
-
     def __init__(self, flats: Sequence[FlatBuffer]) -> None:
         self._flats = tuple(flats)
         self._movable = tuple([flat for flat in flats if not flat.placements[0].refuses_data])

@@ -29,30 +29,6 @@ _IS_SPARSE: Final = attrgetter("is_sparse")
 class Bucket:
     """The gradients of one flat buffer: a buffer to reduce them from, and the reduced shard."""
 
-    __slots__ = (
-        "_alternative",
-        "_flags_at_begin",
-        "_grad_dtype",
-        "_parts",
-        "_tracker",
-        "accumulated",
-        "all_local_used",
-        "all_used",
-        "buffer",
-        "expects_accumulated",
-        "flat",
-        "hooked",
-        "local_used",
-        "memory",
-        "name",
-        "nbytes",
-        "number",
-        "reduced",
-        "spare",
-        "unit",
-        "views",
-    )
-
     def __init__(
         self,
         number: int,

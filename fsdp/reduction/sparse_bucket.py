@@ -15,8 +15,6 @@ from fsdp.reduction.sparse import as_rows, dense, no_rows
 class SparseBucket(Bucket):
     """The gradient rows of one parameter (V, *rest). Only a comm hook is given the dense buffer."""
 
-    __slots__ = ()
-
     @property
     def group_key(self) -> Hashable:
         return super().group_key, self.number
