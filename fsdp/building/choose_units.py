@@ -308,31 +308,31 @@ def buffers_of(one: Planned) -> list[tuple[str, Tensor]]:
 
 def _modules_to_ignore(roots: Sequence[nn.Module], ignored: Any) -> set[int]:
     """Check `ignored` and return the ids of its modules."""
-    if ignored is None:
-        return set()
-    if not isinstance(ignored, Collection) or isinstance(ignored, str | nn.Module):
-        raise ShardingError(f"ignored_modules must be a collection of modules, not {ignored!r}.")
+    modules = _members_of("ignored_modules", "modules", ignored, nn.Module, nn.Module)
     inside = {id(module) for root in roots for module in root.modules()}
-    for module in ignored:
-        if not isinstance(module, nn.Module):
-            raise ShardingError(f"ignored_modules must name modules; this is not one: {module!r}.")
+    for module in modules:
         if id(module) not in inside or any(module is root for root in roots):
             raise ShardingError(f"ignored_modules: this {type(module).__name__} is not a part of the module that is wrapped.")
         if any(unit_ref_of(one) is not None for one in module.modules()):
             raise ShardingError(f"ignored_modules: this {type(module).__name__} contains a unit already.")
-    return set(map(id, ignored))
+    return set(map(id, modules))
 
 
 def _params_to_ignore(ignored: Any) -> set[int]:
     """Check `ignored`, of which some may be outside the module, and return the ids of its parameters."""
-    if ignored is None:
-        return set()
-    if not isinstance(ignored, Collection) or isinstance(ignored, str | Tensor):
-        raise ShardingError(f"ignored_params must be a collection of parameters, not {ignored!r}.")
-    for parameter in ignored:
-        if not isinstance(parameter, nn.Parameter):
-            raise ShardingError(f"ignored_params must name parameters; this is not one: {parameter!r}.")
-    return set(map(id, ignored))
+    return set(map(id, _members_of("ignored_params", "parameters", ignored, nn.Parameter, Tensor)))
+
+
+def _members_of(option: str, what: str, given: Any, kind: type, single: type) -> Collection[Any]:
+    """Check that an option is None or a collection of objects of a kind, and return these. `single`: the class of one alone."""
+    if given is None:
+        return ()
+    if not isinstance(given, Collection) or isinstance(given, str | single):
+        raise ShardingError(f"{option} must be a collection of {what}, not {given!r}.")
+    for one in given:
+        if not isinstance(one, kind):
+            raise ShardingError(f"{option} must name {what}; this is not one: {one!r}.")
+    return given
 
 
 def _join(path: str, name: str) -> str:

@@ -34,6 +34,15 @@ quick_attributes = torch._C.DisableTorchFunctionSubclass
 `__torch_function__` in the class of the shard at each read and each call, which takes 0.1 µs."""
 
 
+def _refused(name: str) -> Any:
+    """A method of shards that refuses its use."""
+
+    def method(shard: "ShardTensor", *_: Any, **__: Any) -> NoReturn:
+        refuse(name, shard.shard_info)
+
+    return method
+
+
 class ShardTensor(Tensor):
     """This rank's part of a tensor. What it shows of its sizes is the full tensor's. Operators compute as if on that, or raise.
 
@@ -147,28 +156,14 @@ class ShardTensor(Tensor):
         if dtype not in (None, self.dtype):
             refuse_grad_dtype(self.shard_info.name, self.dtype)
 
-    def storage(self) -> NoReturn:
-        refuse("storage", self.shard_info)
-
-    def __dlpack__(self, **_: Any) -> NoReturn:
-        refuse("__dlpack__", self.shard_info)
-
-    def numpy(self, **_: Any) -> NoReturn:
-        refuse("numpy", self.shard_info)
-
-    def tolist(self) -> NoReturn:
-        refuse("tolist", self.shard_info)
-
-    def share_memory_(self) -> NoReturn:
-        refuse("share_memory_", self.shard_info)
-
-    def quantile(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused here: torch's own looks at the size of the part before it calls an operator."""
-        refuse("quantile", self.shard_info)
-
-    def nanquantile(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused, see `quantile`."""
-        refuse("nanquantile", self.shard_info)
+    storage = _refused("storage")
+    __dlpack__ = _refused("__dlpack__")
+    numpy = _refused("numpy")
+    tolist = _refused("tolist")
+    share_memory_ = _refused("share_memory_")
+    # torch's own look at the size of the part before they call an operator
+    quantile = _refused("quantile")
+    nanquantile = _refused("nanquantile")
 
     def new_empty(self, *size: Any, **options: Any) -> Any:
         return _new_of_size(Tensor.new_empty, self, size, options)
@@ -468,7 +463,9 @@ def _wrap(func: Any, result: Any, info: ShardInfo) -> Any:
 
 
 def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return as_shard(func(*args, **kwargs), _first_info(args))
+    """A shard like the first one, or the answer to a question about that."""
+    result = func(*args, **kwargs)
+    return as_shard(result, _first_info(args)) if isinstance(result, Tensor) else result
 
 
 def _same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -504,11 +501,6 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rows = info.of_row_sizes((info.shape[0], *sizes[1:])) if sizes and sizes[0] == info.local_shape[0] else None
     made_info = info if made.shape == info.local_shape else rows
     return made if made_info is None else as_shard(made, made_info)
-
-
-def _query(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result = func(*args, **kwargs)
-    return as_shard(result, _first_info(args)) if isinstance(result, Tensor) else result
 
 
 def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -613,7 +605,7 @@ _COMPUTE: dict[Rule, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     Rule.SAME_SIZE: _same_size,
     Rule.MASKED_FILL: _masked_fill,
     Rule.NEW: _new,
-    Rule.QUERY: _query,
+    Rule.QUERY: _like,
     Rule.REDUCTION: _reduce,
     Rule.REFUSED: _refuse,
 }
