@@ -37,7 +37,7 @@ def in_a_forward() -> bool:
     return any(frame.f_code is _CALL for frame in _frames())
 
 
-def is_running(module: nn.Module) -> bool:
+def is_running(module: object) -> bool:
     """Whether a forward of `module` is running. Ctrl-C ends a forward and no hook is called, so hooks cannot answer this."""
     return any(frame.f_code is _CALL and frame.f_locals.get("self") is module for frame in _frames())
 

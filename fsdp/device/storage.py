@@ -103,13 +103,18 @@ class ReusableBuffer:
         """A tensor (count,) with undefined content, with the dtype and device of `like`. `count` is the same in each call."""
         if self._memory is None:
             self._memory = like.new_empty(count)
-        elif torch._C._storage_Use_Count(self._memory.untyped_storage()._cdata) > _OWN_REFERENCES:
+        elif is_shared(self._memory):
             return like.new_empty(count)
         return self._memory.view(count)
 
 
+def is_shared(tensor: Tensor) -> bool:
+    """Whether another tensor uses the memory of `tensor`."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > _OWN_REFERENCES
+
+
 _OWN_REFERENCES: Final = 2
-"""The references to the storage from `_memory` and from the storage object that is made for the question."""
+"""The references to a storage from one tensor, and from the storage object that is made for the question."""
 
 
 class SharedStorage:

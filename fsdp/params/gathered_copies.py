@@ -10,7 +10,9 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from fsdp.device.storage import is_shared
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.param_info import ParamInfo
@@ -204,46 +206,67 @@ for _name in ("data", "grad", "requires_grad", "grad_dtype"):
 class ReadCopies:
     """The copies that reads in forwards returned, watched for in-place updates, which would never reach the parameter.
 
-    `guard`: also for those through `.data`, which no version counts. Memory: each copy twice, until the next check.
+    A copy is watched as long as its memory lives. `guard`: also for updates through `.data`, which no version counts. Memory:
+    each copy twice, as long as something else has it, or until the next check.
     """
 
-    __slots__ = ("_guard", "_kept", "_param_infos", "_versions")
+    __slots__ = ("_guard", "_param_infos", "_watched")
 
     def __init__(self, param_infos: Sequence[ParamInfo], guard: bool) -> None:
         self._param_infos = param_infos
         self._guard = guard
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
-        """In guard mode, by index of the parameter: the copy, and its values then."""
-        self._versions: dict[int, tuple[Tensor, int]] = {}
-        """By index of the parameter: a tensor without memory that has the version counter of the copy, and its count then."""
+        self._watched: list[WatchedCopy] = []
 
     def add(self, index: int, copy: Tensor) -> None:
-        """Watch the copy of the parameter at `index`, in place of an earlier one. What is set on the copy is refused."""
+        """Watch the copy of the parameter at `index`. What is set on the copy is refused."""
+        name = self._param_infos[index].names[0]
         if type(copy) is Tensor:
-            copy.__class__, copy.__dict__["read"] = ReadCopy, self._param_infos[index].names[0]
-        stand_in = copy.detach()
-        stand_in.data = copy.new_empty(0)
-        self._versions[index] = (stand_in, copy._version)
-        if self._guard:
-            self._kept[index] = (copy.detach(), copy.detach().clone())
+            copy.__class__, copy.__dict__["read"] = ReadCopy, name
+        self._watched.append(WatchedCopy(name, copy, self._guard))
 
     def check(self, unit: str) -> None:
-        """Stop watching all copies.
+        """Stop watching the copies whose memory is gone.
 
         Raises:
-            ShardingError: a copy was changed in place.
+            ShardingError: a copy was changed in place. None is watched any more.
         """
-        if not self._versions:
+        if not self._watched:
             return
-        versions, self._versions, kept, self._kept = self._versions, {}, self._kept, {}
-        hidden = [index for index, (copy, before) in kept.items() if _bytes(copy).ne(_bytes(before)).any()]
-        for index, (stand_in, version) in versions.items():
-            if stand_in._version != version or index in hidden:
+        watched, self._watched = self._watched, []
+        for one in watched:
+            if one.is_changed():
                 raise ShardingError(
-                    f"parameter {self._param_infos[index].names[0]!r} was read in a forward outside its unit {unit!r} and "
-                    "changed there in place, which reaches a copy only; change it in the forward of its unit, or between "
-                    "forwards."
+                    f"parameter {one.name!r} was read in a forward outside its unit {unit!r} and changed there in place, which "
+                    "reaches a copy only; change it in the forward of its unit, or between forwards."
                 )
+        self._watched = [one for one in watched if one.is_alive()]
+
+
+class WatchedCopy:
+    """A copy of a parameter in the hands of the user, and how it was when it was made."""
+
+    __slots__ = ("_kept", "_stand_in", "_storage", "_version", "name")
+
+    def __init__(self, name: str, copy: Tensor, guard: bool) -> None:
+        self.name = name
+        self._stand_in = copy.detach()
+        """A tensor without memory that has the version counter of the copy."""
+        self._stand_in.data = copy.new_empty(0)
+        self._version = copy._version
+        memory = here_of(copy.detach())
+        self._storage: Any = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
+        self._kept = (memory, memory.clone()) if guard else None
+        """In guard mode, the copy and its values then."""
+
+    def is_changed(self) -> bool:
+        """Whether the copy was changed in place."""
+        return self._stand_in._version != self._version or (
+            self._kept is not None and bool(_bytes(self._kept[0]).ne(_bytes(self._kept[1])).any())
+        )
+
+    def is_alive(self) -> bool:
+        """Whether a tensor of the user, or a graph, has the memory of the copy."""
+        return not self._storage.expired() if self._kept is None else is_shared(self._kept[0])
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -42,8 +42,11 @@ class Owner(Protocol):
     name: str
     has_full_params: bool
 
-    def read(self, parameter: nn.Parameter, module: nn.Module, reader: object) -> Tensor:
-        """The full value of `parameter` of `module`, for a forward. `reader`: the object whose method reads it."""
+    def read(self, parameter: nn.Parameter, module: object, reader: object) -> Tensor:
+        """The full value of `parameter` of `module`, for a forward. `reader`: the object whose method reads it.
+
+        Where a function reads `module._parameters[name]`, `module` is None, or the object whose method it is.
+        """
 
     def on_listed(self, parameter: nn.Parameter) -> None:
         """In a backward, code lists the parameters that a module shows, this one among them. It may change what is unsharded."""
@@ -88,11 +91,13 @@ _in_grad_hook: Final = threading.local()
 @contextmanager
 def reading_shards() -> Iterator[None]:
     """Inside, reads of parameters give what the modules show, also in a backward."""
+    outermost = not in_grad_hook()  # a hook may run the backward of another model, which has hooks
     _in_grad_hook.__dict__["is_set"] = True
     try:
         yield
     finally:
-        _in_grad_hook.__dict__.clear()
+        if outermost:
+            _in_grad_hook.__dict__.clear()
 
 
 def in_grad_hook() -> bool:
@@ -171,7 +176,7 @@ class InterceptingParamDict(ParamDict):
         if parameter is None or owner is None or not ((in_backward() and not in_grad_hook()) or in_a_forward()):
             return parameter
         # frames: this one, nn.Module.__getattr__, the reader
-        module, reader = sys._getframe(1).f_locals["self"], sys._getframe(2).f_locals.get("self")
+        module, reader = sys._getframe(1).f_locals.get("self"), sys._getframe(2).f_locals.get("self")
         return cast(nn.Parameter, owner.read(parameter, module, reader))
 
 

@@ -392,7 +392,7 @@ class Unit:
         """The unsharded parameter of a sharded one, and of itself."""
         return self.unsharded_params[self._indices[id(parameter)]]
 
-    def read(self, parameter: nn.Parameter, module: nn.Module, reader: object) -> Tensor:
+    def read(self, parameter: nn.Parameter, module: object, reader: object) -> Tensor:
         """The full value of `parameter` for a forward: the unsharded parameter while that may be used, else a copy.
 
         The copy has the dtype in which the unit computes.
@@ -415,9 +415,9 @@ class Unit:
             self.write_back_inplace()
         if torch._C._are_functorch_transforms_active():
             refuse_transforms(self.name)
-        copy = self._gather_param(index, unsharded.dtype)
-        if not copy.is_inference():
-            self._read_copies.check(self.name)
+        grads = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(grads):  # an inference tensor does not count its changes
+            copy = self._gather_param(index, unsharded.dtype)
             self._read_copies.add(index, copy)
         return copy
 

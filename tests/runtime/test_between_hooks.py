@@ -16,7 +16,7 @@ from fsdp.compat.fully_shard import fully_shard
 from fsdp.compat.torch_fsdp import FullyShardedDataParallel
 from fsdp.runtime.registry import unit_ref_of
 from tests.runtime import forks
-from tests.support.models import assert_close, join_all, local
+from tests.support.models import Gradients, assert_close, gradients_of, join_all, local
 from tests.support.processes import results_of
 from tests.support.ranks import on_ranks
 
@@ -724,6 +724,79 @@ def test_guard_mode_refuses_a_change_through_data_of_a_copy(rank: int, strategy:
     handle.remove()
     model.first.register_forward_pre_hook(lambda module, args: model.last.weight.data.add(1).size() and None)
     model(data(rank)).sum().backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_function_reads_a_parameter_as_a_module_does(strategy: str) -> None:
+    class Reads(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + penalty(self.last)
+
+    def penalty(module: nn.Module) -> Tensor:
+        return sum(module._parameters[name].square().sum() for name in ("weight", "bias"))  # type: ignore[union-attr, return-value]
+
+    def trained(net: nn.Module) -> Gradients:
+        net(data(0)).sum().backward()
+        return gradients_of(net)
+
+    found = fsdp.simulate(2, lambda rank: trained(natively(strategy)(Reads())))
+    assert_close(join_all(found, dict(Reads().named_parameters())), trained(Reads()))
+
+
+@on_ranks(2)
+def test_a_hook_stays_one_after_the_backward_of_another_model_in_it(rank: int) -> None:
+    model, other = natively("FULL_SHARD")(Net()), natively("FULL_SHARD")(Net())
+    next(other.parameters()).register_post_accumulate_grad_hook(lambda p: None)
+    other(data(rank))
+
+    def reset(p: Tensor) -> None:
+        with torch.enable_grad():
+            other(data(rank)).sum().backward()
+        model.last.bias.data.fill_(7)
+
+    next(model.parameters()).register_post_accumulate_grad_hook(reset)
+    model(data(rank)).sum().backward()
+    assert fsdp.full_tensor(model.last.bias).tolist() == [7]
+
+
+def _after_another_read(last: nn.Linear) -> None:
+    weight, _ = last.weight, last.bias
+    weight.mul_(0.5)
+
+
+def _of_a_view_after_another_read(last: nn.Linear) -> None:
+    weight, _ = last.weight.detach(), last.weight
+    weight[0].mul_(0.5)
+
+
+def _after_a_call(last: nn.Linear) -> None:
+    weight = last.weight
+    last(weight)
+    weight.lerp_(torch.ones_like(weight), 0.5)
+
+
+def _in_inference_mode(last: nn.Linear) -> None:
+    with torch.inference_mode():
+        last.weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("change", [_after_another_read, _of_a_view_after_another_read, _after_a_call, _in_inference_mode])
+@pytest.mark.parametrize("guard", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_change_of_a_copy_is_refused_as_long_as_the_copy_lives(
+    rank: int, strategy: str, guard: bool, change: Callable[[nn.Linear], None]
+) -> None:
+    class Reads(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                change(self.last)
+            return super().forward(x)
+
+    model = fsdp.fully_shard(Reads(), auto_wrap_policy={nn.Linear}, sharding_strategy=strategy, guard=guard)
+    with pytest.raises(fsdp.ShardingError, match=r"'last.weight' was read .* changed there in place, which reaches a copy only"):
+        model(data(rank))
+        model(data(rank))
 
 
 SET: Final[dict[str, Callable[[nn.Parameter], object]]] = {
