@@ -1,7 +1,8 @@
 """Finds the tensors in the inputs and outputs of a forward, and the modules below a module."""
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import is_dataclass
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ DEPTH: Final = 8
 
 
 def tensors_in(thing: Any, depth: int = DEPTH) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists, mappings, sets, dataclasses and plain objects (for example a cache class)."""
+    """All tensors in nested tuples, lists, deques, mappings, sets, dataclasses and plain objects (for example a cache class)."""
     if isinstance(thing, Tensor):
         yield thing
     elif depth == 0 or thing is None or isinstance(thing, str | bytes | int | float | complex | type | nn.Module):
@@ -22,7 +23,7 @@ def tensors_in(thing: Any, depth: int = DEPTH) -> Iterator[Tensor]:
             yield from tensors_in(value, depth - 1)
         if hasattr(thing, "__dict__") or is_dataclass(thing):  # for example a model output, which is a mapping with fields
             yield from _in_attributes(thing, depth)
-    elif isinstance(thing, tuple | list | set | frozenset):
+    elif isinstance(thing, tuple | list | set | frozenset | deque | ValuesView | ItemsView):
         for value in thing:
             yield from tensors_in(value, depth - 1)
     elif not callable(thing):
@@ -38,25 +39,29 @@ def modules_within(module: nn.Module, others: Collection[int]) -> Iterator[nn.Mo
 
 
 class Attributes:
-    """The attributes of a module that torch does not manage: all but parameters, buffers, modules and torch's own."""
+    """The attributes of a module that torch does not manage: all but parameters, modules and torch's own; and its buffers."""
 
-    __slots__ = ("_count", "_module", "_names")
+    __slots__ = ("_last", "_module", "_names")
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._count = -1
+        self._last = (0, "")
+        """How many attributes there were, and the newest of them, when the names were searched."""
         self._names: list[str] = []
 
     def values(self) -> list[Any]:
-        """The current values. Every forward calls this, so the names are searched again only if their number has changed."""
+        """The current values. Every forward calls this, so the names are searched again only if a new one has come."""
         module = self._module()
         if module is None:
             return []  # another one took its place after wrapping
         attributes = vars(module)
-        if len(attributes) != self._count:
-            self._count = len(attributes)
+        if self._last != (last := (len(attributes), next(reversed(attributes)))):
+            self._last = last
             self._names = [name for name in attributes if name not in _OF_TORCH]
-        return list(map(attributes.get, self._names))
+        values = list(map(attributes.get, self._names))
+        if module._buffers:
+            values += [buffer for buffer in module._buffers.values() if buffer is not None and buffer.requires_grad]
+        return values
 
 
 MANAGED: Final = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")

@@ -41,15 +41,19 @@ from fsdp.autograd.cast import Cast
 from fsdp.autograd.pytree import tensors_in
 
 Endpoints = Sequence[weakref.ref[Tensor]]
-_NEXT_FUNCTIONS: Final = attrgetter("next_functions")
+Captured = tuple[weakref.ref[Tensor], Node | None]
+"""A tensor that a hook of the user saw in a forward, and the node behind it then."""
+_is_made: Final = attrgetter("next_functions")
+"""True for a node inside a graph; false for that of a leaf, which accumulates a gradient."""
+_next_node: Final = torch._C._autograd._get_sequence_nr
 
 
 class ForwardCall:
     """One forward of one unit, while it runs."""
 
     __slots__ = (
-        *("carried", "cast", "gradients", "guard", "handled", "input_nodes", "nested", "path", "records", "refused", "taken"),
-        "unit",
+        *("_first_node", "carried", "cast", "gradients", "guard", "handled", "input_nodes", "nested", "path", "records"),
+        *("refused", "taken", "unit"),
     )
 
     def __init__(self, unit: int, recompute: bool, inputs: Sequence[Tensor], innermost: bool, versions: int) -> None:
@@ -57,8 +61,12 @@ class ForwardCall:
         """The number of the unit in its root."""
         self.input_nodes = tuple(dict.fromkeys([tensor.grad_fn or get_gradient_edge(tensor).node for tensor in inputs]))
         """The distinct nodes behind the inputs. For a leaf it is the node that accumulates its gradient."""
-        # autograd can leave a unit with inner units through any of those, so its inputs say nothing
-        self.path = BackwardPath(recompute, versions, inputs, self.input_nodes if innermost else ())
+        self._first_node = _next_node()
+        """Nodes that this thread makes from now on have this number, or a higher one. Autograd runs high numbers first."""
+        # Autograd can leave a unit with inner units through any of those, so its inputs say nothing. Another thread has numbers
+        # of its own: autograd may run a node of it before those of the unit.
+        is_followed = innermost and not any([_is_made(node) and not self.is_after(node) for node in self.input_nodes])
+        self.path = BackwardPath(recompute, versions, inputs, self.input_nodes if is_followed else ())
         self.handled = sys.exc_info()[1]
         """The exception that was being handled when the call began. The call did not raise it."""
         self.guard: Any = None
@@ -67,7 +75,7 @@ class ForwardCall:
         """What has cast the arguments of this call."""
         self.records = torch.is_grad_enabled()
         """Whether the call makes a graph. It does not in a reentrant checkpoint, which gives its outputs a graph at its end."""
-        self.carried: list[weakref.ref[Tensor]] = []
+        self.carried: list[Captured] = []
         """Tensors that the user's hooks had captured in an enclosing call before this one began."""
         self.taken: list[tuple[Tensor, Tensor, str]] = []
         """Views into shards, each with its values from before an in-place update of this call was written back, and a name."""
@@ -77,6 +85,10 @@ class ForwardCall:
         """Whether the pre-forward hook has not succeeded, so that the post-forward hook has nothing to do."""
         self.nested = False
         """Whether it is called inside the unit's own forward, by recursion or by a method registered as a forward."""
+
+    def is_after(self, node: Node) -> bool:
+        """Whether autograd runs `node` after those of the call: this thread has made it earlier."""
+        return node._sequence_nr() < self._first_node
 
     def nest_in(self, outer: "ForwardCall") -> None:
         """Become a part of `outer`: both have one path, and gradients of the inputs of either may be computed."""
@@ -124,7 +136,7 @@ class BackwardPath:
         """Whether an input requires grad, so that a backward may continue beyond the call."""
         self.input_nodes = input_nodes
         """The nodes through which autograd leaves the call. Empty if no input requires grad or the unit has inner units."""
-        self.inputs_are_interior = bool(input_nodes) and all(map(_NEXT_FUNCTIONS, input_nodes))
+        self.inputs_are_interior = bool(input_nodes) and all(map(_is_made, input_nodes))
         """Whether a node inside the graph made each input. The gradient of a leaf may be accumulated at any time."""
         self.entered_in = 0
         """The number of the last backward that entered the call, maybe through a side output of an inner unit."""

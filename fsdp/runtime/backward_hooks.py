@@ -16,11 +16,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from fsdp.autograd.frames import graph_is_made, graph_task
@@ -70,15 +71,21 @@ class BackwardHooks(RefuseCopy, UnitObserver):
             handle.remove()
 
     def hook_outputs(
-        self, call: ForwardCall, outputs: Sequence[Tensor], around: "Sequence[tuple[BackwardHooks, BackwardPath]]"
+        self,
+        call: ForwardCall,
+        outputs: Sequence[Tensor],
+        captured: Sequence[Node],
+        around: "Sequence[tuple[BackwardHooks, BackwardPath]]",
     ) -> None:
         """Put a pre-backward hook on every node behind the outputs of a call that has just returned.
 
-        `around`: for each call around it, the hooks of its unit, and its path.
+        `captured`: the nodes behind what hooks saw in the call. `around`: for each call around it, the hooks of its unit, and its
+        path.
         """
         path = call.path
         # an input that is returned unchanged has no node of the unit behind it
-        nodes = {node: None for node in map(node_behind, outputs) if node is not None and node not in path.input_nodes}
+        found = chain(map(node_behind, outputs), captured)
+        nodes = {node: None for node in found if node is not None and node not in call.input_nodes}
         path.endpoints += map(weakref.ref, outputs)
         path.enclosing = around
         self.visit.add_path(path, self._engine.pending_backward.add_graph())
@@ -88,10 +95,22 @@ class BackwardHooks(RefuseCopy, UnitObserver):
             prehook.reaches.append(partial(self._pre_backward, path))
         for node in call.input_nodes:
             NodePrehook.of(node).leave(path, self._on_input_grad)
+        for output in outputs:
+            if output._backward_hooks and node_behind(output) in nodes:
+                self._enter_before_hooks_of(output, path)
 
-    def watches(self, tensor: Tensor) -> bool:
-        """Whether the node behind `tensor` has a pre-backward hook of this unit."""
-        return (node := node_behind(tensor)) is not None and id(self) in NodePrehook.of(node).watched_by
+    def _enter_before_hooks_of(self, output: Tensor, path: BackwardPath) -> None:
+        """Enter before the hooks that the forward has set on an output: autograd runs those before the hooks of its node."""
+        hooks: Any = output._backward_hooks
+        others = dict(hooks)
+        handle: Any = output.register_hook(lambda gradient: self._pre_backward(path, (gradient,)))  # type: ignore[no-untyped-call]
+        first = hooks.pop(handle.id)
+        hooks.clear()
+        hooks.update({handle.id: first, **others})
+
+    def watches(self, node: Node) -> bool:
+        """Whether `node` has a pre-backward hook of this unit."""
+        return id(self) in NodePrehook.of(node).watched_by
 
     # entering and leaving -----------------------------------------------------------------
 

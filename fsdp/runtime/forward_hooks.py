@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from itertools import chain
 from os import getpid
@@ -9,13 +10,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from fsdp.autograd.cast import Cast
 from fsdp.autograd.dynamo import uncompiled
 from fsdp.autograd.frames import in_backward, times_running
 from fsdp.autograd.pytree import Attributes, modules_within, tensors_in
-from fsdp.autograd.visits import ForwardCall, grad_inputs
+from fsdp.autograd.visits import Captured, ForwardCall, grad_inputs, node_behind
 from fsdp.debug.guard import Guard
 from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
@@ -26,8 +28,11 @@ from fsdp.runtime.passes import Passes
 from fsdp.runtime.refuse_copy import RefuseCopy
 from state_machine import Event
 
-_CONTAINERS: Final = frozenset({list, dict})
+_CONTAINERS: Final = frozenset({list, dict, defaultdict, OrderedDict, deque})
 """The classes of attributes that are searched for tensors."""
+_OF_ALL_MODULES: Final = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
+_STYLES: Final = "torch.distributed.tensor"
+"""The package whose hooks convert tensors for tensor parallelism, and keep none."""
 
 
 class EngineHooks:
@@ -181,16 +186,17 @@ class ForwardHooks(RefuseCopy):
                 self._unit.refuse_changed()
             self._unit.refuse_lost_acts(call.gradients)
             outputs = self._find_outputs(call, output)
+            captured = [node for _, node in self._side_outputs.captured if node is not None and not call.is_after(node)]
         except BaseException as failure:
             self._fail(call, failure)
             raise
         if call.path.recompute:
             self._engine.on_event(self._index, Event.POST_RECOMPUTE)
         else:
-            self._passes.post_forward(call, Event.POST_FORWARD if outputs else Event.POST_FORWARD_NO_GRAD)
-        if call.path.recompute or outputs:
+            self._passes.post_forward(call, Event.POST_FORWARD if outputs or captured else Event.POST_FORWARD_NO_GRAD)
+        if call.path.recompute or outputs or captured:
             around = [(one._backward, one._calls[-1].path) for one in self._enclosing if one._calls]
-            self._backward.hook_outputs(call, outputs, around)
+            self._backward.hook_outputs(call, outputs, captured, around)
 
     def _end_failed(self, call: ForwardCall, failure: BaseException) -> None:
         """An exception leaves a call. torch can stop a recompute early by one, in whose place no other can be raised."""
@@ -232,18 +238,23 @@ class ForwardHooks(RefuseCopy):
         self._engine.clean_up_dead_forward(self._index)
         return False
 
+    def _is_earlier(self, call: ForwardCall, attribute: Tensor) -> bool:
+        """Whether the node behind an attribute was there before the call."""
+        node = node_behind(attribute)
+        return node is not None and (call.is_after(node) or self._backward.watches(node))
+
     def _find_outputs(self, call: ForwardCall, output: Any) -> list[Tensor]:
         """The tensors through which a backward can enter the call. Refuse the parameters of the unit among them."""
         keys = self._unit.keys
         left = [output] if isinstance(output, Tensor) else list(tensors_in(output))
-        left += self._side_outputs.new_attributes(self._backward.watches)
+        left += [one for one in self._side_outputs.attributes() if not self._is_earlier(call, one)]
         for tensor in left:
             if storage_key(tensor) in keys:
                 raise ShardingError(
                     f"unit {self._unit.name!r} returns one of its own parameters (or a view of one), whose memory is "
                     "freed after the forward; return a copy instead (`weight.clone()`), or compute with it inside the unit."
                 )
-        left += self._side_outputs.hook_captures()
+        left += [seen for reference, _ in self._side_outputs.captured if (seen := reference()) is not None]
         if not call.records:
             enclosing = [one for one in self._enclosing if one._calls]
             # in a reentrant checkpoint, whose outputs require grad only when it is over
@@ -255,56 +266,67 @@ class ForwardHooks(RefuseCopy):
 class SideOutputs:
     """The side outputs of one unit: tensors that leave a forward other than as its return value. A backward can enter there too.
 
-    They are attributes of its modules, such as a balancing loss, and tensors that hooks capture.
+    They are attributes of its modules, such as a balancing loss, and what hooks capture, or compute from what they see.
     """
 
-    __slots__ = ("_attributes", "_handles", "_hooked", "_hooks", "_inner", "captured")
+    __slots__ = ("_attributes", "_handles", "_hooked", "_hooks", "_inner", "_looked_at", "captured")
 
     def __init__(self, members: Sequence[nn.Module], own_modules: Sequence[nn.Module]) -> None:
         self._attributes = [Attributes(one) for one in own_modules]
         inner = [one for one in own_modules if all(one is not module for module in members)]
         self._inner = [*map(weakref.ref, inner)]
-        self._hooks = [weakref.ref(one._forward_hooks) for one in inner]
+        self._hooks = [weakref.ref(hooks) for one in inner for hooks in (one._forward_pre_hooks, one._forward_hooks)]
+        self._looked_at: list[int] = []
+        """The last hook in each of these dicts, and of all modules, when they were last looked at."""
         self._hooked: set[int] = set()
-        self.captured: list[weakref.ref[Tensor]] = []
-        """The tensors that hooks have captured in the forward that runs."""
+        self.captured: list[Captured] = []
+        """What hooks have seen in the forward that runs: each tensor, and the node behind it then."""
         self._handles: list[RemovableHandle] = []
 
-    def begin(self) -> list[weakref.ref[Tensor]]:
+    def begin(self) -> "list[Captured]":
         """Start a forward. Return `captured` of the forward around it, which is set again at the end."""
         captured, self.captured = self.captured, []
-        hooks = [reference() for reference in self._hooks]
-        if any(hooks):
-            for reference, of_module in zip(self._inner, hooks, strict=True):
-                module = reference()
-                if of_module and module is not None and id(module) not in self._hooked:
-                    self._hooked.add(id(module))
-                    self._handles.append(module.register_forward_hook(self._post_inner_forward))
+        hooks = [reference() or () for reference in self._hooks]
+        if any(hooks) or any(_OF_ALL_MODULES):
+            self._hook_inner(hooks)
         return captured
+
+    def _hook_inner(self, hooks: Sequence[Any]) -> None:
+        """Put a hook on each module inside that has one of the user's."""
+        looked_at = [next(reversed(of_module), -1) for of_module in (*hooks, *_OF_ALL_MODULES)]
+        if looked_at == self._looked_at:
+            return
+        self._looked_at = looked_at
+        for reference, before, after in zip(self._inner, hooks[::2], hooks[1::2], strict=True):
+            module = reference()
+            if module is None or id(module) in self._hooked:
+                continue
+            own = [hook for of_module in (before, after) if of_module for hook in of_module.values()]
+            if any(_OF_ALL_MODULES) or not all([hook.__module__.startswith(_STYLES) for hook in own]):
+                self._hooked.add(id(module))
+                self._handles.append(module.register_forward_hook(self._post_inner_forward, with_kwargs=True))
 
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
-    def new_attributes(self, known: Callable[[Tensor], bool]) -> list[Tensor]:
-        """Return the tensors that are attributes now, without those `known` from an earlier forward."""
+    def attributes(self) -> list[Tensor]:
+        """Return the tensors that are attributes now."""
         values = [*chain.from_iterable(map(Attributes.values, self._attributes))]
         found = [value for value in values if isinstance(value, Tensor)]
         if not _CONTAINERS.isdisjoint(map(type, values)):
             for value in values:
                 if type(value) in _CONTAINERS:
                     found += [one for one in tensors_in(value) if not isinstance(one, nn.Parameter)]
-        return [one for one in found if not known(one)] if found else found
-
-    def hook_captures(self) -> list[Tensor]:
-        """Return the outputs of hooked modules in this forward that are still alive."""
-        return [tensor for reference in self.captured if (tensor := reference()) is not None]
+        return found
 
     def adopt(self, tensors: Sequence[Tensor]) -> None:
         """Add outputs of an inner unit's call, which may require a gradient later."""
-        self.captured += map(weakref.ref, tensors)
+        self.captured += [(weakref.ref(tensor), None) for tensor in tensors]
 
-    def _post_inner_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _post_inner_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # a reference would make an intermediate result an output of the compiled graph
         # `requires_grad` is read when the forward ends, because a reentrant checkpoint sets it on its outputs only afterwards
-        self.captured += map(weakref.ref, tensors_in(output))
+        self.captured += [(weakref.ref(tensor), node_behind(tensor)) for tensor in tensors_in((args, kwargs, output))]

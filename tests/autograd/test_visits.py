@@ -1,20 +1,36 @@
 """When a backward reaches a unit and when it leaves it: nothing is freed that autograd still reads, nothing is held longer."""
 
 import gc
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 import fsdp
 from fsdp.comm.simulated import simulate
 from fsdp.runtime.forward_hooks import SideOutputs
 from fsdp.runtime.registry import unit_ref_of
-from tests.support.models import Block, assert_close, gradients_of, is_at_rest, join, loss_of, units_of
+from tests.support.models import (
+    Block,
+    Gradients,
+    assert_close,
+    gradients_of,
+    is_at_rest,
+    join,
+    join_all,
+    local,
+    loss_of,
+    units_of,
+)
 from tests.support.ranks import on_ranks
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
@@ -341,3 +357,232 @@ def test_what_is_kept_with_a_leaf_does_not_grow_with_the_steps(world_size: int) 
     found = simulate(world_size, one_rank)
     for name, parameter in plain.named_parameters():
         assert_close({name: join([one[name] for one in found], parameter.shape)}, {name: parameter.grad}, 1e-5)
+
+
+class Side(nn.Module):
+    """A unit that leaves an auxiliary loss behind in some way, beside its output."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.enter, self.act, self.exit = nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1, 6))
+        self.way, self.calls = way, 0
+        self.register_buffer("buffer", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.exit(self.act(self.enter(x) * self.scale)) + 1
+        aux = (torch.sin(h) * self.scale).square().mean()
+        if self.way == "a buffer":
+            self.buffer = aux
+        elif self.way == "another name":
+            self.__dict__.pop(f"aux{self.calls}", None)
+            self.calls += 1
+            self.__dict__[f"aux{self.calls}"] = aux
+        elif self.way == "a defaultdict":
+            self.found = defaultdict(list, aux=[aux])
+        elif self.way == "a deque":
+            return deque([h, aux])
+        elif self.way == "values":
+            return {"h": h, "aux": aux}.values()
+        return h if self.way in SEEN else h.detach()
+
+
+class Rest(nn.Module):
+    """A unit after that one. Returns its output, and the last of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exit = nn.Linear(6, 6)
+
+    def forward(self, found: Any) -> tuple[Tensor, Tensor]:
+        first, *_, last = [found, found] if isinstance(found, Tensor) else found
+        return self.exit(first.detach()), last
+
+
+def beside_a_side(way: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), Side(way), Rest())
+
+
+LEFT: dict[str, Callable[[Side], Tensor]] = {
+    "a buffer": lambda unit: unit.buffer,
+    "another name": lambda unit: vars(unit)[f"aux{unit.calls}"],
+    "a defaultdict": lambda unit: unit.found["aux"][0],
+}
+SEEN: dict[str, Callable[[Side, list[Tensor]], RemovableHandle]] = {
+    "what goes into a module": lambda unit, kept: unit.act.register_forward_hook(lambda _, args, out: kept.append(args[0])),
+    "what will go in": lambda unit, kept: unit.act.register_forward_pre_hook(lambda _, args: kept.append(args[0])),
+    "a sum": lambda unit, kept: unit.exit.register_forward_hook(lambda _, args, out: kept.append(out.sum())),
+    "for all modules": lambda unit, kept: register_module_forward_hook(
+        lambda module, args, out: kept.append(out) if module is unit.enter else None
+    ),
+}
+
+
+@pytest.mark.parametrize("way", [*LEFT, *SEEN, "a deque", "values"])
+def test_a_backward_may_begin_at_what_a_unit_leaves_behind(way: str) -> None:
+    def trained(sharded: bool) -> Gradients:
+        model = beside_a_side(way)
+        if sharded:
+            fsdp.fully_shard(model, auto_wrap_policy={Side, Rest})
+        unit: Any = model[1]
+        kept: list[Tensor] = []
+        for _ in range(2):
+            handle = SEEN[way](unit, kept) if way in SEEN else None
+            _, aux = model(X)
+            if handle is not None:
+                handle.remove()
+                aux = kept.pop().sum()
+            elif way in LEFT:
+                aux = LEFT[way](unit)
+            aux.backward()
+            del aux
+        return gradients_of(model)
+
+    found = fsdp.simulate(2, lambda rank: trained(sharded=True))
+    assert_close(join_all(found, dict(beside_a_side(way).named_parameters())), trained(sharded=False))
+
+
+class Beside(nn.Module):
+    """A unit with another one inside. It is given a tensor as an attribute, and returns its input beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.own, self.beside = Block(6), nn.Linear(6, 6), torch.zeros(6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.own(self.inner(x))) + self.beside, x
+
+
+def graph_of_earlier(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Two steps. The graph behind the input and the attribute stays, while weights of the unit are stepped."""
+    start = torch.ones(6, requires_grad=True)
+    x, model.get_submodule("0").beside = torch.sin(X * start), torch.cos(start)  # type: ignore[assignment]
+    for _ in range(2):
+        output, same = model(x)
+        (output.square().mean() + same.mean()).backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("policy", [{Beside, Block}, {Beside}])
+def test_nodes_that_a_unit_is_given_are_not_its_own(policy: set[type[nn.Module]]) -> None:
+    """The backward of step 2 through the graph of step 1 was refused: weights of the unit had changed since."""
+
+    def trained(sharded: bool) -> Gradients:
+        torch.manual_seed(0)
+        model = nn.Sequential(Beside())
+        if sharded:
+            fsdp.fully_shard(model, auto_wrap_policy=policy)
+        graph_of_earlier(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return {name: local(p) for name, p in model.named_parameters()}
+
+    found = fsdp.simulate(2, lambda rank: trained(sharded=True))
+    assert_close(join_all(found, dict(nn.Sequential(Beside()).named_parameters())), trained(sharded=False))
+
+
+class Marked(torch.autograd.Function):
+    """The identity. Its node keeps an object, by which one sees whether the graph is alive."""
+
+    alive: ClassVar = weakref.WeakSet[Any]()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark = nn.Module()
+        Marked.alive.add(ctx.mark)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@on_ranks(1)
+def test_a_graph_that_leads_to_an_attribute_of_a_unit_is_freed(rank: int) -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.unit = nn.Linear(6, 6), Block(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.unit.skip = Marked.apply(self.enter(x))  # type: ignore[no-untyped-call]
+            y: Tensor = self.unit(torch.cos(self.unit.skip))
+            self.unit.skip = None
+            return y
+
+    model = fsdp.fully_shard(Skips(), auto_wrap_policy={Block})
+    loss_of(model(X)).backward()
+    gc.collect()
+    assert not Marked.alive
+
+
+class Derived(nn.Module):
+    """A unit whose weights are read in nodes that autograd may run after those before the unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.linspace(-1, 1, 36).view(6, 6)), nn.Parameter(torch.linspace(0, 1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (torch.tanh(self.weight) * self.scale * self.scale.exp())
+
+
+def test_a_graph_may_come_from_another_thread() -> None:
+    """Autograd runs nodes by numbers of the threads that made them: here those before the unit ahead of those of the unit."""
+
+    def trained(sharded: bool) -> Gradients:
+        torch.manual_seed(0)
+        model = nn.Sequential(Derived(), nn.Linear(6, 6))
+        if sharded:
+            fsdp.fully_shard(model, auto_wrap_policy={Derived})
+        start = torch.ones(6, requires_grad=True)
+
+        def chain(x: Tensor) -> Tensor:
+            for _ in range(500):
+                x = x * 1.0
+            return x
+
+        with ThreadPoolExecutor(1) as thread:
+            x = thread.submit(chain, X * start).result()
+        loss_of(model(x)).backward()
+        return gradients_of(model)
+
+    found = fsdp.simulate(2, lambda rank: trained(sharded=True))
+    like = dict(nn.Sequential(Derived(), nn.Linear(6, 6)).named_parameters())
+    assert_close(join_all(found, like), trained(sharded=False))
+
+
+class Equilibrium(nn.Module):
+    """A unit whose output has a hook, which runs backwards through another graph of the unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(0.3 * self.step(x))
+        start = z.detach().requires_grad_()
+        again = torch.tanh(0.3 * self.step(start))
+
+        def solve(gradient: Tensor) -> Tensor:
+            return gradient + torch.autograd.grad(again, start, gradient, retain_graph=True)[0]
+
+        z.register_hook(solve)
+        return z
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_a_hook_on_an_output_may_run_a_backward_through_the_unit(strategy: str) -> None:
+    """Autograd runs the hooks of a tensor before those of its node. The unit was not gathered in them."""
+
+    def trained(sharded: bool) -> Gradients:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), Equilibrium(), Equilibrium())
+        if sharded:
+            fsdp.fully_shard(model, auto_wrap_policy={Equilibrium}, sharding_strategy=strategy)
+        model(X).square().mean().backward()
+        return gradients_of(model)
+
+    found = fsdp.simulate(2, lambda rank: trained(sharded=True))
+    like = dict(nn.Sequential(nn.Linear(6, 6), Equilibrium(), Equilibrium()).named_parameters())
+    assert_close(join_all(found, like), trained(sharded=False))

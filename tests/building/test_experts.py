@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import fsdp
 from fsdp.compat.fully_shard import fully_shard
@@ -368,6 +368,21 @@ def test_tensor_parallelism_needs_no_option(strategy: str) -> None:
     wanted = train(model, lambda step: [batch(step, data) for data in range(2)], clip)
     for found in fsdp.simulate(4, program):
         close(found, wanted)
+
+
+@on_ranks(4)
+def test_the_hooks_of_tensor_parallelism_are_taken_for_no_hooks_of_the_user(rank: int) -> None:
+    """A hook that looks at what these hooks see costs time, and makes intermediate results outputs of compiled graphs."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)))
+    parallelize_module(model[0], mesh["tp"], {"0": SequenceParallel(), "1": ColwiseParallel(), "2": RowwiseParallel()})
+    fsdp.fully_shard(model, mesh=mesh["dp"], auto_wrap_policy={nn.Sequential})
+    before = [len(module._forward_hooks) for module in model[0]]
+    model(torch.ones(1, 2, 6)).sum().backward()
+    assert before == [1, 1, 1] == [len(module._forward_hooks) for module in model[0]]
+    model[0][1].register_forward_hook(lambda module, args, output: None)
+    model(torch.ones(1, 2, 6)).sum().backward()
+    assert [len(module._forward_hooks) for module in model[0]] == [1, 3, 1]
 
 
 def parallel(model: nn.Sequential, kind: str) -> None:

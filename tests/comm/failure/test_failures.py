@@ -1,9 +1,14 @@
 """Steps that fail: what happens is what docs/reference/failures.md says."""
 
 import os
+from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import fsdp
+from tests.support.processes import results_of
 from tools.failures import (
     ALONE,
     APART,
@@ -80,3 +85,24 @@ def test_what_happens_in_another_engine_is_on_the_page() -> None:
 
 def test_the_soak_of_faults_finds_the_cells_of_the_page() -> None:
     assert set(STRATEGIES) == set(reached()) and min(map(len, reached().values())) > 20
+
+
+def train_after_an_error_in_the_loss(rank: int, size: int, folder: Path) -> list[str]:
+    """The errors of four steps, of which one rank fails once between its forward and its backward, and drops the graph."""
+    found = []
+    model = fsdp.fully_shard(nn.Sequential(*(nn.Linear(8, 8) for _ in range(2))), auto_wrap_policy={nn.Linear})
+    for step in ("first", "failing", "failing", "third", "fourth"):
+        try:
+            output = model(torch.ones(2, 8))
+            if step == "failing" and rank == 1 and not found:
+                del output
+                raise ValueError(step)
+            output.sum().backward()
+        except (ValueError, fsdp.WorldError) as error:
+            found.append(type(error).__name__)
+    return found
+
+
+@pytest.mark.gloo
+def test_the_steps_after_a_step_done_again_go_on(tmp_path: Path) -> None:
+    assert results_of(train_after_an_error_in_the_loss, 2, tmp_path) == [["PeerFailed"], ["ValueError"]]
