@@ -1,8 +1,9 @@
 """Casts the inputs and the outputs of a forward to another dtype."""
 
-from collections.abc import Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence
 from copy import copy
 from dataclasses import fields, is_dataclass
+from functools import partial
 from itertools import repeat
 from operator import is_, is_not
 from typing import Any, Final
@@ -44,33 +45,25 @@ class Cast:
             if not (tensor.is_inference() or thing.is_inference()):
                 self._tensors.append((thing, tensor, tensor._version))
             return tensor
+        make: Callable[[list[Any]], Any]
         if kind is tuple or kind is list:
-            parts = [*thing]
+            parts, make = [*thing], kind
         elif kind is dict:
-            parts = [*thing.values()]
+            parts, make = [*thing.values()], lambda values: dict(zip(thing, values, strict=True))
         elif _is_dataclass_object(thing):
             names = _attributes(thing)
-            parts = [getattr(thing, name) for name in names]
+            parts, make = [getattr(thing, name) for name in names], partial(_copy_with, thing, names)
         else:
             # torch's function leaves a cycle of references, in which `thing` must not be: it would live until it is collected
             is_top = repeat(False, 1)
             parts, spec = tree_flatten(thing, is_leaf=lambda _: next(is_top, True))
             if spec.is_leaf():
                 return thing
+            make = partial(tree_unflatten, treespec=spec)
         cast = [*map(self, parts)]
         if all(map(is_, cast, parts)):
             return thing
-        made: Any
-        if kind is tuple or kind is list:
-            made = kind(cast)
-        elif kind is dict:
-            made = dict(zip(thing, cast, strict=True))
-        elif _is_dataclass_object(thing):
-            made = copy(thing)
-            for name, value in zip(names, cast, strict=True):
-                object.__setattr__(made, name, value)  # it may be frozen
-        else:
-            made = tree_unflatten(cast, spec)
+        made = make(cast)
         self._made[id(thing)] = thing, made
         self._containers.append((thing, made, {id(one): given for one, given in zip(cast, parts, strict=True)}))
         return made
@@ -102,6 +95,14 @@ class Cast:
                     value = items.get(id(getattr(made, name)), getattr(made, name))
                     if not hasattr(given, name) or value is not getattr(given, name):
                         object.__setattr__(given, name, value)
+
+
+def _copy_with(thing: Any, names: list[str], values: list[Any]) -> Any:
+    """A copy of a dataclass object that has these values of its attributes."""
+    made = copy(thing)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)  # it may be frozen
+    return made
 
 
 def _attributes(thing: Any) -> list[str]:
