@@ -170,8 +170,7 @@ class ReductionPolicy:
                 )
         if self.coalesce_cap_mb != 0 and not _is_positive(self.coalesce_cap_mb):
             raise ShardingError(f"reduction.coalesce_cap_mb must be a number, 0 or more, not {self.coalesce_cap_mb!r}.")
-        if not isinstance(self.streams, int) or isinstance(self.streams, bool) or self.streams < 1:
-            raise ShardingError(f"reduction.streams must be a number of streams, 1 or more, not {self.streams!r}.")
+        _check_count("reduction.streams", self.streams, "streams", 1)
         if isinstance(self.triggers, str) or not all(isinstance(name, str) for name in self.triggers):
             raise ShardingError(f"reduction.triggers must be names of parameters, not {self.triggers!r}.")
         object.__setattr__(self, "triggers", tuple(self.triggers))
@@ -181,9 +180,14 @@ class ReductionPolicy:
             raise ShardingError("reduction.find_unused_parameters and static_graph contradict each other; give one of them.")
 
 
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ShardingError(f"{name} must be True or False, not {value!r}.")
+def _check_flag(name: str, value: object, or_none: bool = False) -> None:
+    if not (isinstance(value, bool) or (or_none and value is None)):
+        raise ShardingError(f"{name} must be {'True, False or None' if or_none else 'True or False'}, not {value!r}.")
+
+
+def _check_count(name: str, value: object, of: str, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ShardingError(f"{name} must be a number of {of}, {least} or more, not {value!r}.")
 
 
 def _is_positive(number: Any) -> bool:
@@ -270,8 +274,7 @@ def make_config(
         ShardingError: an option has a wrong value, or two options contradict each other.
     """
     reshard_policy, mesh_kind, keeps_buckets = find_strategy(sharding_strategy)
-    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
-        raise ShardingError(f"reshard_after_forward must be True, False or None, not {reshard_after_forward!r}.")
+    _check_flag("reshard_after_forward", reshard_after_forward, or_none=True)
     if reshard_after_forward is True and reshard_policy is not ReshardPolicy.AFTER_FORWARD:
         raise ShardingError(
             f"reshard_after_forward=True contradicts sharding_strategy={sharding_strategy!r}, which keeps the unsharded "
@@ -279,10 +282,8 @@ def make_config(
         )
     if reshard_after_forward is False and reshard_policy is ReshardPolicy.AFTER_FORWARD:
         reshard_policy = ReshardPolicy.AFTER_BACKWARD
-    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
-        raise ShardingError(f"prefetch must be a number of units, 0 or more, not {prefetch!r}.")
-    if not (guard is None or isinstance(guard, bool)):
-        raise ShardingError(f"guard must be True, False or None, not {guard!r}.")
+    _check_count("prefetch", prefetch, "units", 0)
+    _check_flag("guard", guard, or_none=True)
     guarded = os.environ.get(GUARD_VARIABLE) == "1" if guard is None else guard
     keep_root = reshard_after_forward is not True
     reduction = ReductionPolicy() if reduction is None else reduction
