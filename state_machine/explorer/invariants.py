@@ -10,7 +10,9 @@ P4  A backward has one final callback. After it every unit is IDLE and sharded, 
 P5  A failed pass leaves no gradients and no full parameters. Gradients accumulated under `no_sync` by earlier backwards survive.
 """
 
+from collections.abc import Callable
 from enum import Enum, auto
+from operator import attrgetter
 from typing import Final
 
 from state_machine.residency import Effect
@@ -25,6 +27,9 @@ SAME, HIDDEN, SHOWN = 0, 1, 2
 """Whether the weights have changed since the gather: no, yes without a trace on this rank, yes with changed version counters."""
 
 Seen = tuple[int, bool, int, bool, bool, int, bool, bool, bool]
+_SEEN: Final[Callable[["Facts"], Seen]] = attrgetter(
+    *("copy", "shown", "stale", "open", "arrived", "reduction", "accumulated", "full_params", "doubt")
+)
 
 
 class Violation(AssertionError):
@@ -52,17 +57,7 @@ class Facts:
 
     def freeze(self) -> Seen:
         """Return all facts, hashable."""
-        return (
-            self.copy,
-            self.shown,
-            self.stale,
-            self.open,
-            self.arrived,
-            self.reduction,
-            self.accumulated,
-            self.full_params,
-            self.doubt,
-        )
+        return _SEEN(self)
 
     def restore(self, seen: Seen) -> None:
         """Restore the facts of `freeze`."""
