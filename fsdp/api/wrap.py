@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from enum import Enum
 from functools import wraps
@@ -312,11 +312,9 @@ class FullyShardedDataParallel(nn.Module):
         keys: nn.modules.module._IncompatibleKeys = self.module.load_state_dict(state_dict, strict, assign)
         return keys
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """See `fsdp.no_sync`."""
-        with no_sync(self):
-            yield
+        return no_sync(self)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See `fsdp.clip_grad_norm_`."""
