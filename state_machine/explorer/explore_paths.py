@@ -149,12 +149,11 @@ class Rank:
                     yield Wait(passive)
                 passive = yield from self._gather(task.target)
                 continue
+            self._meetings += 1
             if isinstance(task, Meet):
-                self._meetings += 1
                 number = yield from self._launch("meet", len(task.message), tuple(task.message))
             else:
                 assert isinstance(task, Exchange)
-                self._meetings += 1
                 number = yield from self._launch("exchange", 0, task)
             yield Wait(number)
             result = self._results[number]
