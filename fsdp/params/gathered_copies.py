@@ -126,10 +126,10 @@ def gather_param(
     return value
 
 
-def local_param(flat: FlatBuffer, index: int, data_ranks: int, on_external_grad: Callable[[], None]) -> Tensor:
+def local_param(flat: FlatBuffer, index: int, factor: float, on_external_grad: Callable[[], None]) -> Tensor:
     """This rank's part of one parameter, differentiable. Shares the memory of the shard.
 
-    `data_ranks`: over how many ranks the gradients of the root are averaged, of which each has another part.
+    `factor`: by what its gradient is multiplied, because other ranks have none for this part.
 
     For autograd, a shard in host memory is copied to the device: a backward computes there in the order of the program, and
     beside it, in another thread, what is on the host.
@@ -137,7 +137,7 @@ def local_param(flat: FlatBuffer, index: int, data_ranks: int, on_external_grad:
     unsharded, shard, placement = flat.unsharded_params[index], plain(flat.sharded_params[index]), flat.placements[index]
     if unsharded.requires_grad and torch.is_grad_enabled():
         shard = shard.to(flat.device)
-    value: Tensor = LocalShard.apply(unsharded, shard, placement, data_ranks, on_external_grad)  # type: ignore[no-untyped-call]
+    value: Tensor = LocalShard.apply(unsharded, shard, placement, factor, on_external_grad)  # type: ignore[no-untyped-call]
     return value
 
 
@@ -161,15 +161,15 @@ class GatherParam(torch.autograd.Function):
 class LocalShard(torch.autograd.Function):
     """Returns this rank's part of the unsharded parameter.
 
-    Shapes:   gradient of the part  ->  zeros of the unsharded shape with the part filled in, times W
-    Why W:    gradients are averaged over the ranks, and this part has a gradient on this rank only
+    Shapes:   gradient of the part  ->  zeros of the unsharded shape with the part filled in, times a factor
+    Why:      gradients are averaged over the ranks, and this part has a gradient on this rank only
     """
 
     @staticmethod
     def forward(
-        ctx: Any, unsharded: nn.Parameter, shard: Tensor, placement: Placement, ranks: int, on_external_grad: Callable[[], None]
+        ctx: Any, unsharded: nn.Parameter, shard: Tensor, placement: Placement, factor: float, on_external_grad: Callable[[], Any]
     ) -> Tensor:
-        ctx.on_external_grad, ctx.placement, ctx.ranks = on_external_grad, placement, ranks
+        ctx.on_external_grad, ctx.placement, ctx.factor = on_external_grad, placement, factor
         return shard.view_as(shard)
 
     @staticmethod
@@ -177,7 +177,7 @@ class LocalShard(torch.autograd.Function):
         ctx.on_external_grad()
         placement, part = ctx.placement, ctx.placement.part
         full = gradient.new_zeros(placement.extent.shape)
-        full.view(-1)[part.first : part.first + part.numel] = placement.stored(gradient).reshape(-1) * ctx.ranks
+        full.view(-1)[part.first : part.first + part.numel] = placement.stored(gradient).reshape(-1) * ctx.factor
         return placement.unsharded(placement.shown(full)), None, None, None, None
 
 

@@ -54,6 +54,14 @@ class UnitObserver(ABC):
         """A parameter is read outside the unit, and the value requires a gradient."""
 
     @abstractmethod
+    def factor_of_part(self) -> float:
+        """By what the gradient of a term that each rank computes of its part of a parameter is multiplied: so it counts once.
+
+        Raises:
+            ShardingError: a rank computes no such term.
+        """
+
+    @abstractmethod
     def on_external_grad(self) -> None:
         """A gradient of one parameter is about to come from a use outside the unit."""
 
@@ -434,8 +442,8 @@ class Unit:
             raise ShardingError("to_local: full parameters cannot be trained; leave summon_full_params first.")
         self.check_shards()
         self.sync_requires_grad()
-        ranks = self._root_comms.reduce_comm.size
-        return self._used_outside(local_param(*self._locate(self._indices[id(parameter)]), ranks, self._on_external_grad))
+        factor = self.observer.factor_of_part()
+        return self._used_outside(local_param(*self._locate(self._indices[id(parameter)]), factor, self._on_external_grad))
 
     def _gather_param(self, index: int, dtype: torch.dtype, copies: GatheredCopies | None = None) -> Tensor:
         self.refuse_forked()

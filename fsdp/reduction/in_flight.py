@@ -6,6 +6,7 @@ Rule 2: what is in flight is held here until it was waited for, whatever fails.
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from math import prod
 from operator import attrgetter
 from typing import Final, NamedTuple
 
@@ -17,6 +18,7 @@ from fsdp.comm.work import DONE, TwoPhaseWork, Work
 from fsdp.config import ReductionPolicy
 from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.device.streams import Streams
+from fsdp.errors import ShardingError
 from fsdp.reduction.bucket import Bucket
 from fsdp.reduction.comm_hook import CommHook, GradBucket
 from fsdp.reduction.sparse import SparseTotal
@@ -55,6 +57,8 @@ class ReductionQueue:
         self._exact = policy.deterministic
         self._averaging_ranks = comms.size
         """How many ranks have gradients that count in the average."""
+        self._present = comms.size
+        """How many ranks have gradients."""
         self.divide_factors: tuple[float, float] | None = None
         """What gradients are divided by before and after the sum, if that was set by hand."""
         self.hook: CommHook | None = None
@@ -75,9 +79,26 @@ class ReductionQueue:
         """A backward begins: the lanes take turns from the first one on, on every rank."""
         self._launched = 0
 
-    def set_averaging_ranks(self, ranks: int) -> None:
-        """From now on, averages are over so many ranks."""
-        self._averaging_ranks = ranks
+    def set_averaging_ranks(self, present: int, divides_by_all: bool = False) -> None:
+        """From now on, so many ranks have gradients. Averages are over them, or with `divides_by_all` over all ranks."""
+        self._present = present
+        self._averaging_ranks = self._comms.size if divides_by_all else present
+
+    def factor_of_part(self) -> float:
+        """By what the gradient of a term that each rank computes of its part of a parameter is multiplied before the sum.
+
+        The divisor of the sum, over the number of ranks that hold the same part: after both, the term counts once.
+
+        Raises:
+            ShardingError: inside `fsdp.join`, a rank has finished, and computes no such term of its part.
+        """
+        if self._present < self._comms.size:
+            raise ShardingError(
+                "to_local inside fsdp.join: a rank has finished, and nobody computes the term of the part that it holds. Give "
+                "every rank as many batches, or leave such terms out."
+            )
+        total = prod(self.divide_factors) if self.divide_factors else self._averaging_ranks if self._policy.average else 1
+        return total * self._comms.reduce_comm.size / self._comms.size
 
     @property
     def oldest(self) -> Sequence[Bucket]:

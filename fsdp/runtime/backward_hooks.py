@@ -205,6 +205,9 @@ class BackwardHooks(RefuseCopy, UnitObserver):
     def on_used_outside(self) -> None:
         self._engine.reducer.used_outside(self._index)
 
+    def factor_of_part(self) -> float:
+        return self._engine.reducer.reductions.factor_of_part()
+
     def on_external_grad(self) -> None:
         self._engine.on_event(self._index, Event.EXTERNAL_GRAD)
 

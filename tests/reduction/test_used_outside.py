@@ -7,9 +7,11 @@ from typing import Final
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp
+from fsdp.api.reductions import set_divide_factors
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.models import assert_close, local
 from tests.support.outside import (
@@ -36,6 +38,39 @@ def test_the_value_may_reach_the_loss_of_some_ranks_only(strategy: str, read: st
     size = 4 if strategy == "HYBRID_SHARD" else 2
     for found in fsdp.simulate(size, lambda rank: trained(rank, size, users, strategy, READS[read])):
         assert_close(found, plain(size, users))
+
+
+def penalise(model: nn.Module) -> None:
+    """A backward of the sum of the squares of this rank's parts."""
+    loss = model(torch.ones(1, 6)).sum() * 0 + sum(fsdp.to_local(p).square().sum() for p in model.parameters())
+    loss.backward()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize("divides", ["by the ranks", "by nothing", "as set"])
+@on_ranks(4)
+def test_a_term_of_the_parts_counts_once_whatever_gradients_are_divided_by(rank: int, strategy: str, divides: str) -> None:
+    mesh = {"mesh": init_device_mesh("cpu", (2, 2))} if strategy == "HYBRID_SHARD" else {}
+    reduction = fsdp.ReductionPolicy(average=divides == "by the ranks")
+    model = fsdp.fully_shard(nn.Linear(6, 6), sharding_strategy=strategy, reduction=reduction, **mesh)  # type: ignore[arg-type]
+    if divides == "as set":
+        set_divide_factors(model, 1.0, 3.0)
+    penalise(model)
+    for parameter in model.parameters():
+        torch.testing.assert_close(local(parameter.grad), 2 * local(parameter))
+
+
+@pytest.mark.parametrize("by_all", [True, False])
+def test_a_term_of_the_parts_is_refused_once_a_rank_has_finished(by_all: bool) -> None:
+    def program(rank: int) -> None:
+        model = fsdp.fully_shard(nn.Linear(6, 6))
+        with fsdp.join(model, model.zero_grad, divides_by_all_ranks=by_all) as joined:
+            for _ in range(2 - rank):
+                penalise(model)
+                joined.step()
+
+    with pytest.raises(fsdp.ShardingError, match=r"to_local inside fsdp\.join: a rank has finished"):
+        fsdp.simulate(2, program)
 
 
 @pytest.mark.parametrize("sync", [True, False], ids=["two backwards", "no_sync"])

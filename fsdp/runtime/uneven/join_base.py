@@ -88,7 +88,6 @@ class Joined(PassWatcher, ABC):
         if self._step is not None:  # otherwise each rank steps by itself, and the others take over its gradients
             left.refuse_changes(comes)
         self.source = left.ranks[0]
-        if not self._rules.divides_by_all_ranks:
-            self._engine.reducer.reductions.set_averaging_ranks(len(left.ranks))
+        self._engine.reducer.reductions.set_averaging_ranks(len(left.ranks), self._rules.divides_by_all_ranks)
         if self._engine.comms.world_comm.rank in left.finished:
             self._engine.reducer.drop_shard_grads(left.keeps_grads(comes))
