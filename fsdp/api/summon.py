@@ -76,6 +76,8 @@ def summoned_units(units: Iterable[UnitRef], writeback: bool) -> Iterator[None]:
             unit.on_event(Event.SUMMON)
             entered.append(unit)
         yield
+        for unit in entered if writeback else ():  # all of them before the first one writes
+            unit.unit.check_full()
         writes_back = writeback
     finally:
         for unit in entered:

@@ -35,6 +35,7 @@ class FullParams:
         self.in_place_of: dict[int, nn.Parameter] = {}
         """Those that are objects of their own, by the id of the shard."""
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def gather(self, unit: str, tracker: MemoryTracker) -> None:
         """Gather the parameters, and turn the user's Parameter objects into them where they can become them.
@@ -57,24 +58,19 @@ class FullParams:
                     self._exchanged.append((parameter, full))
 
     @torch.no_grad()
-    def write_back(self) -> None:
-        """Copy this rank's part of the full parameters into the shards.
-
-        Raises:
-            ShardingError: a parameter points at a tensor of another shape or dtype. Nothing was copied.
-        """
-        placed = [
-            (info.names[0], placement, placement.full_in(buffer))
-            for flat, buffer in zip(self._flats, self._buffers, strict=True)
-            for info, placement in zip(flat.param_infos, flat.placements, strict=True)
-        ]
-        for (full, _), (name, placement, view), address in zip(self._exchanged, placed, self._addresses, strict=True):
+    def check(self) -> None:
+        """Raise ShardingError if a parameter points at a tensor of another shape or dtype, which no shard could take."""
+        for (full, _), (name, placement, view), address in zip(self._exchanged, self._placed(), self._addresses, strict=True):
             if full.shape != view.shape or full.dtype != view.dtype or _address(placement, full) != address:
                 raise ShardingError(
                     f"parameter {name!r} became {tuple(full.shape)}, {full.dtype} inside summon_full_params by `.data = x`; "
                     f"it is {tuple(view.shape)}, {view.dtype}. Copy into it instead."
                 )
-        for (full, _), (_, _, view) in zip(self._exchanged, placed, strict=True):
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Copy this rank's part of the full parameters, which `check` has accepted, into the shards."""
+        for (full, _), (_, _, view) in zip(self._exchanged, self._placed(), strict=True):
             now, before = plain(full), plain(view)
             if now.data_ptr() != before.data_ptr():
                 before.copy_(now)
@@ -84,6 +80,14 @@ class FullParams:
         for full, shard in self._exchanged:
             if full._version or id(shard) in self.in_place_of:
                 increment_version(shard)
+
+    def _placed(self) -> list[tuple[str, Placement, Tensor]]:
+        """Of each full parameter, its name, its placement, and where it lies if the user has not moved it."""
+        return [
+            (info.names[0], placement, placement.full_in(buffer))
+            for flat, buffer in zip(self._flats, self._buffers, strict=True)
+            for info, placement in zip(flat.param_infos, flat.placements, strict=True)
+        ]
 
     @torch.no_grad()
     def free(self, tracker: MemoryTracker) -> None:

@@ -607,10 +607,14 @@ class Unit:
         for module_params in self._module_params:
             module_params.rest_on(full)
 
-    def write_back(self) -> None:
-        """See `FullParams.write_back`."""
+    def check_full(self) -> None:
+        """See `FullParams.check`."""
         if self.replaces_params:
             self.check_modules()
+        self._full_params.check()
+
+    def write_back(self) -> None:
+        """See `FullParams.write_back`."""
         self._full_params.write_back()
 
     def free_full(self) -> None:

@@ -1,5 +1,6 @@
 """fsdp.summon_full_params: full parameters that are lent, what is written back, and what is refused inside."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
+from fsdp.compat.torch_fsdp import FullyShardedDataParallel as FSDP1
 from tests.support.models import (
     CASES,
     Block,
@@ -177,3 +179,32 @@ def test_to_local_inside_a_summon_is_refused(rank: int) -> None:
         fsdp.to_local(model.weight)
     fsdp.to_local(model.weight).square().sum().backward()
     assert is_at_rest(model)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRADIENTS", "NO_SHARD"])
+@on_ranks(2)
+def test_changes_in_inference_mode_are_kept_and_trained_with(rank: int, strategy: str) -> None:
+    model, plain = fsdp.fully_shard(make_net(), auto_wrap_policy={Block}, sharding_strategy=strategy), make_net()
+    with torch.inference_mode(), fsdp.summon_full_params(model):
+        for p in (*model.parameters(), *plain.parameters()):
+            p.mul_(2)
+        torch.testing.assert_close(model(X), plain(X))
+    for one in (model, plain):
+        loss_of(one(X)).backward()
+        torch.optim.SGD(one.parameters(), lr=0.1).step()
+    assert_state(model, plain.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:The passed-in `module` is on CPU")
+@pytest.mark.parametrize("refused", [0, 1])
+@pytest.mark.parametrize("engine", [fsdp, FSDP1])
+@on_ranks(2)
+def test_a_unit_that_is_refused_keeps_all_from_writing(rank: int, engine: Any, refused: int) -> None:
+    wrap_one = fsdp.fully_shard if engine is fsdp else partial(FSDP1, use_orig_params=True)
+    model = wrap_one(nn.Sequential(wrap_one(nn.Linear(2, 2)), nn.Linear(2, 2)))
+    before = fsdp.full_state_dict(model, rank0_only=False)
+    with pytest.raises(fsdp.ShardingError, match="Copy into it instead"), engine.summon_full_params(model), torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+        [*model.parameters()][2 * refused].data = torch.zeros(3, 3)
+    assert_same_state(fsdp.full_state_dict(model, rank0_only=False), before)

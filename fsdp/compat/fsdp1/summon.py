@@ -24,6 +24,7 @@ def summoned(
     for one in instances:
         _check(one, writeback, rank0_only, offload_to_cpu, with_grads)
     _take_over(instances)
+    written: list[UnitRef] = []
     with ExitStack() as stack:
         for one in instances:
             ref = one._unit_ref
@@ -38,11 +39,14 @@ def summoned(
                 writes = writeback or in_place
                 grads = stack.enter_context(_full_grads(ref, writes)) if with_grads else {}
                 stack.enter_context(summoned_units([ref], writes))
+                written += [ref] * writes
                 stack.enter_context(_grads_shown(ref, grads))
             one.set_summoned(True)
             stack.callback(one.set_summoned, False)
         yield
         _take_over(instances)  # a full parameter that was put in inside
+        for ref in written:
+            ref.unit.check_full()
 
 
 def _take_over(instances: Sequence[Any]) -> None:
