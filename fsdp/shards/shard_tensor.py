@@ -17,6 +17,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from fsdp.autograd.dynamo import uncompiled
 from fsdp.autograd.frames import in_backward
@@ -34,13 +35,26 @@ quick_attributes = torch._C.DisableTorchFunctionSubclass
 `__torch_function__` in the class of the shard at each read and each call, which takes 0.1 µs."""
 
 
+def _shown_to_modes(method: Callable[..., Any], name: str = "") -> Any:
+    """A method of shards that a TorchFunctionMode sees as it sees torch's own: `full_parameters` calls it on a full value."""
+    of_torch = getattr(Tensor, name or method.__name__)
+
+    @wraps(of_torch)
+    def shown(given: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if has_torch_function_unary(given):
+            return handle_torch_function(shown, (given,), given, *args, **kwargs)
+        return (method if isinstance(given, ShardTensor) else of_torch)(given, *args, **kwargs)
+
+    return shown
+
+
 def _refused(name: str) -> Any:
     """A method of shards that refuses its use."""
 
     def method(shard: "ShardTensor", *_: Any, **__: Any) -> NoReturn:
         refuse(name, shard.shard_info)
 
-    return method
+    return _shown_to_modes(method, name)
 
 
 class ShardTensor(Tensor):
@@ -165,39 +179,49 @@ class ShardTensor(Tensor):
     quantile = _refused("quantile")
     nanquantile = _refused("nanquantile")
 
+    @_shown_to_modes
     def new_empty(self, *size: Any, **options: Any) -> Any:
         return _new_of_size(Tensor.new_empty, self, size, options)
 
+    @_shown_to_modes
     def new_zeros(self, *size: Any, **options: Any) -> Any:
         return _new_of_size(Tensor.new_zeros, self, size, options)
 
+    @_shown_to_modes
     def new_ones(self, *size: Any, **options: Any) -> Any:
         return _new_of_size(Tensor.new_ones, self, size, options)
 
+    @_shown_to_modes
     def new_full(self, size: Any, *value: Any, **options: Any) -> Any:
         return _new_of_size(Tensor.new_full, self, (size, *value), options)
 
     # views, by the full shape; torch's own would use the sizes of this rank's part
 
+    @_shown_to_modes
     def view(self, *shape: Any) -> Any:
         if isinstance(shape[0], torch.dtype):
             return super().view(*shape)
         return _viewed(self, _as_full(self).view(*shape).shape)
 
+    @_shown_to_modes
     def reshape(self, *shape: Any) -> Any:
         return _viewed(self, _as_full(self).reshape(*shape).shape)
 
+    @_shown_to_modes
     def flatten(self, *dims: Any, **named: Any) -> Any:
         return _viewed(self, _as_full(self).flatten(*dims, **named).shape)
 
+    @_shown_to_modes
     def view_as(self, other: Tensor) -> Any:
         return self.view(other.shape)
 
     reshape_as = view_as
 
+    @_shown_to_modes
     def ravel(self) -> Any:
         return self.flatten()
 
+    @_shown_to_modes
     def __getitem__(self, index: Any) -> Any:
         """All elements in another shape, or what tensors select."""
         if not _has_numbers_alone(index):
@@ -207,6 +231,7 @@ class ShardTensor(Tensor):
             refuse(f"an index {index}", self.shard_info)
         return _viewed(self, shape)
 
+    @_shown_to_modes
     def __setitem__(self, index: Any, value: Any) -> None:
         """Assign to all elements, or to those that a mask selects."""
         if not _has_numbers_alone(index):
