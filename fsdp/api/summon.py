@@ -50,9 +50,10 @@ def summon_full_params(model: nn.Module, writeback: bool = True) -> Iterator[Non
     """Give the parameters of `model` their full values inside: same Parameter objects, full shapes, the dtype of the shards.
 
     With `writeback`, each rank keeps its part of every change that was made inside; without it, changes are dropped. `.grad` is
-    not there inside and comes back at the end. A forward under `torch.no_grad()` works and does not communicate. Communicates
-    on entry: every rank must call it alike. Where shards are DTensors, the modules show other Parameter objects inside, as a
-    forward sees them: one that tensor parallelism has cut is a DTensor, whose `full_tensor()` is all of it.
+    not there inside and comes back at the end, so `zero_grad` does nothing inside. A forward under `torch.no_grad()` works and
+    does not communicate. Communicates on entry: every rank must call it alike. Where shards are DTensors, the modules show other
+    Parameter objects inside, as a forward sees them: one that tensor parallelism has cut is a DTensor, whose `full_tensor()` is
+    all of it.
 
     Memory: the full model, on every rank.
 

@@ -12,7 +12,7 @@ from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.placement import Placement
 from fsdp.shards.dtensors import is_replaced
-from fsdp.shards.shard_parameter import exchange
+from fsdp.shards.shard_parameter import exchange, summoned
 from fsdp.shards.shard_tensor import plain
 
 
@@ -47,7 +47,8 @@ class FullParams:
             tracker.add("lent", size_of(buffer))
             self._buffers.append(buffer)
         for flat, buffer in zip(self._flats, self._buffers, strict=True):
-            for parameter, placement in zip(flat.sharded_params, flat.placements, strict=True):
+            for parameter, placement, info in zip(flat.sharded_params, flat.placements, flat.param_infos, strict=True):
+                summoned[parameter] = info.names[0]
                 full = nn.Parameter(placement.full_in(buffer).data, parameter.requires_grad)
                 self._addresses.append(_address(placement, full))
                 if placement.replaces_param:
@@ -92,6 +93,8 @@ class FullParams:
     @torch.no_grad()
     def free(self, tracker: MemoryTracker) -> None:
         """Turn the user's Parameter objects into the shards again and drop the full parameters. Idempotent."""
+        for parameter in (parameter for flat in self._flats for parameter in flat.sharded_params):
+            summoned.pop(parameter, None)  # type: ignore[no-untyped-call]
         for full, shard in self._exchanged:
             if id(shard) in self.in_place_of:
                 is_replaced(full, "was made inside summon_full_params, of parameters that existed there alone: make it outside.")

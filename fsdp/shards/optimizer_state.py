@@ -22,9 +22,10 @@ from fsdp.autograd.dynamo import is_full_graph
 from fsdp.autograd.frames import FullStateCall, full_state_call
 from fsdp.comm.agreement import agree_and_gather
 from fsdp.errors import ShardingError
+from fsdp.shards.dtensors import STANDS_FOR
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.refusals import refuse_compiled
-from fsdp.shards.shard_parameter import EmptyShardParameter, ShardParameter
+from fsdp.shards.shard_parameter import EmptyShardParameter, ShardParameter, summoned
 from fsdp.shards.shard_tensor import ShardTensor, as_shard, local_operators, plain
 from fsdp.shards.sharded_value import ShardedValue
 from fsdp.shards.state_placement import State, StatePlacement, outline_of, placed
@@ -65,6 +66,27 @@ def hook_state(optimizer: Optimizer) -> None:
         optimizer.register_state_dict_post_hook(_give_values)
         optimizer.register_load_state_dict_pre_hook(_take_values)
     _hooked[optimizer] = sharded
+
+
+def before_step(optimizer: Optimizer, *_: object) -> None:
+    """See `hook_state`. Raise ShardingError if the step needs parts of parameters while the model shows their full values."""
+    for parameter in _summoned(optimizer):
+        kept = optimizer.state.get(parameter, {}).values()
+        if STANDS_FOR in parameter.__dict__ or any(isinstance(one, ShardTensor) for one in kept):
+            _refuse_summoned(optimizer, "step", parameter)
+    hook_state(optimizer)
+
+
+def _summoned(optimizer: Optimizer) -> Iterator[Tensor]:
+    groups = optimizer.param_groups if summoned.data else ()
+    return (parameter for group in groups for parameter in group["params"] if parameter in summoned)
+
+
+def _refuse_summoned(optimizer: Optimizer, operation: str, parameter: Tensor) -> NoReturn:
+    raise ShardingError(
+        f"{type(optimizer).__name__}.{operation}: the model shows the full value of {summoned[parameter]!r}, and the optimizer "
+        "keeps this rank's part; leave summon_full_params first."
+    )
 
 
 def adopt_state(optimizer: Optimizer) -> None:
@@ -150,8 +172,10 @@ def _take_values(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Replace values and full tensors in a given state dict by this rank's parts, before anything is loaded.
 
     Raises:
-        ShardingError: some state does not fit its parameter, or inference mode is on.
+        ShardingError: some state does not fit its parameter, or inference mode is on, or the model shows full values.
     """
+    for parameter in _summoned(optimizer) if state_dict["state"] else ():
+        _refuse_summoned(optimizer, "load_state_dict", parameter)
     if torch.is_inference_mode_enabled():
         raise ShardingError("load_state_dict of an optimizer: no step could change the state; call it outside inference_mode.")
     parameters = dict(_numbered(optimizer, state_dict))

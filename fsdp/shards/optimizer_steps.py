@@ -25,7 +25,7 @@ from torch.utils import _foreach_utils
 
 from fsdp.autograd.dynamo import uncompiled
 from fsdp.shards.dtensors import STANDS_FOR, local_of, make_dtensor
-from fsdp.shards.optimizer_state import ELEMENT_WISE_OPTIMIZERS, NUMBERS, hook_state
+from fsdp.shards.optimizer_state import ELEMENT_WISE_OPTIMIZERS, NUMBERS, before_step
 from fsdp.shards.shard_parameter import EmptyShardParameter, ShardParameter
 from fsdp.shards.shard_tensor import ShardTensor, as_shard, local_operators, quick_attributes
 
@@ -111,7 +111,7 @@ def hook_optimizers() -> None:
         if _is_hooked:
             return
         _is_hooked = True
-    register_optimizer_step_pre_hook(lambda optimizer, *_: hook_state(optimizer))
+    register_optimizer_step_pre_hook(before_step)
     for optimizer in ELEMENT_WISE_OPTIMIZERS:
         _wrap_step(optimizer)
     kinds: tuple[Any, ...] = (ShardTensor, ShardParameter, EmptyShardParameter)

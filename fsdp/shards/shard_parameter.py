@@ -97,6 +97,8 @@ moved_shards: Final = WeakIdKeyDictionary()
 
 No address says so, because a shard may have no elements, and all ranks must see it alike: they gather anew then.
 """
+summoned: Final = WeakIdKeyDictionary()
+"""The name of each parameter whose full value the model shows now, for `summon_full_params`."""
 _PLACE: Final = "_fsdp_place"
 """The attribute of a tensor that was `p.data` or is: the shard, and the number of the tensor in `moved_shards`; 0 for its own."""
 _places: Final = count(1)

@@ -393,3 +393,22 @@ def local(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     """The shards themselves, by number."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {number: dict(optimizer.state[p]) for number, p in enumerate(parameters) if optimizer.state.get(p)}
+
+
+@pytest.mark.parametrize("dtensors", [False, True])
+@on_ranks(2)
+def test_an_optimizer_that_keeps_parts_is_refused_inside_summon_full_params(rank: int, dtensors: bool) -> None:
+    model = fsdp.fully_shard(nn.Linear(4, 4), dtensors=dtensors)
+    stateless, optimizer = (OPTIMIZERS[kind](model.parameters()) for kind in ("SGD", "AdamW"))
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    wanted, given = everything(model, optimizer), optimizer.state_dict()
+    with fsdp.summon_full_params(model):
+        for act in (optimizer.step, *([] if dtensors else [lambda: optimizer.load_state_dict(given)])):
+            with pytest.raises(fsdp.ShardingError, match=r"full value of 'weight'.*leave summon_full_params first"):
+                act()
+        if not dtensors:
+            stateless.step()
+    assert_same_state(everything(model, optimizer), wanted)
+    optimizer.load_state_dict(given)
+    optimizer.step()
