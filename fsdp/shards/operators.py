@@ -33,6 +33,8 @@ class Rule(Enum):
     """A question about the memory of this rank's part."""
     REDUCTION = auto()
     """Over all elements of all ranks, by one collective."""
+    COMPOSITE = auto()
+    """As the operators of which torch makes it. In inference mode alone, torch leaves that to the shard."""
     REFUSED = auto()
     """An error that names the operator."""
 
@@ -58,11 +60,16 @@ _REDUCTIONS: Final = (
     *[name for name in REDUCTIONS if name not in _OF_ONE_OVERLOAD],
     *("equal", "allclose", "dot", "vdot", "_amp_foreach_non_finite_check_and_unscale_"),
 )
+_BY_SIZE: Final = {
+    *("diff", "gradient", "linalg_matrix_rank", "linalg_vander", "nanquantile", "quantile", "scaled_dot_product_attention"),
+    *("trapezoid", "trapz", "vander"),
+}
+"""Operators of torch that decide by the size of this rank's part before they call others."""
 _QUERIES: Final = ("is_pinned", "record_stream", "_pin_memory", "is_same_size", "_has_compatible_shallow_copy_type", "pin_memory")
 _BY_NAME: Final = {
     **dict.fromkeys(_REDUCTIONS, Rule.REDUCTION),
     **dict.fromkeys(("empty_like", "zeros_like", "ones_like", "full_like"), Rule.LIKE),
-    **dict.fromkeys(("view", "_unsafe_view", "expand", "_reshape_alias", "view_as"), Rule.SAME_SIZE),
+    **dict.fromkeys(("view", "_unsafe_view", "expand", "_reshape_alias"), Rule.SAME_SIZE),
     **dict.fromkeys(("index_put", "index_put_"), Rule.MASKED_FILL),
     **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"), Rule.NEW),
     **dict.fromkeys(_QUERIES, Rule.QUERY),
@@ -82,13 +89,15 @@ def rule_of(func: Any) -> Rule:
         return Rule.REFUSED
     if outputs_of(func):
         return Rule.ELEMENT_WISE if name in _ELEMENT_WISE or torch.Tag.pointwise in func.tags else Rule.REFUSED
-    if name in _BY_NAME:
+    if name in _BY_NAME and func is not torch.ops.aten.where.default:  # which gives the indices of what is not zero
         return _BY_NAME[name]
     if name in _OF_ONE_OVERLOAD and overload == "default":
         return Rule.REDUCTION
     if name.removesuffix("_") in _FOREACH:
         return Rule.ELEMENT_WISE_LISTS
-    return Rule.ELEMENT_WISE if _is_pointwise(func, name) else Rule.REFUSED
+    if _is_pointwise(func, name):
+        return Rule.ELEMENT_WISE
+    return Rule.COMPOSITE if func._can_decompose() and name not in _BY_SIZE else Rule.REFUSED
 
 
 @cache

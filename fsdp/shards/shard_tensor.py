@@ -80,8 +80,11 @@ class ShardTensor(Tensor):
     ) -> Any:
         if torch.is_grad_enabled() and in_backward():
             _refuse_recomputed(func, args)
+        rule = rule_of(func)
+        if rule is Rule.COMPOSITE:
+            return func.decompose(*args, **(kwargs or {}))
         with local_operators():
-            return _COMPUTE[rule_of(func)](func, args, kwargs or {})
+            return _COMPUTE[rule](func, args, kwargs or {})
 
     def refuse_collective(self, name: str) -> NoReturn:
         """Raise ShardingError: the user has called a collective of torch."""
@@ -178,6 +181,7 @@ class ShardTensor(Tensor):
     # torch's own look at the size of the part before they call an operator
     quantile = _refused("quantile")
     nanquantile = _refused("nanquantile")
+    diff = _refused("diff")
 
     @_shown_to_modes
     def new_empty(self, *size: Any, **options: Any) -> Any:

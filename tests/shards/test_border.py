@@ -2,11 +2,11 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -148,3 +148,27 @@ def test_a_deep_copy_of_a_parameter_is_a_shard_of_its_own(rank: int) -> None:
     with torch.no_grad():
         copied.add_(1)
     assert not torch.equal(copied, parameter)
+
+
+COMPOSITE: Final[list[Callable[[Tensor], Tensor]]] = [
+    *(lambda p: p.view(-1), lambda p: p.flatten(), lambda p: p.view(p.shape), lambda p: p[:], lambda p: p.expand_as(p)),
+    *(lambda p: p.double(), lambda p: p.to("cpu"), lambda p: p.type_as(p), lambda p: p.multiply(2), lambda p: p.subtract(p)),
+    *(lambda p: p.absolute(), lambda p: torch.isclose(p, p), lambda p: p.nanmean()),
+]
+
+
+@pytest.mark.parametrize("act", COMPOSITE)
+@on_ranks(3)
+def test_in_inference_mode_operators_that_torch_makes_of_others_are_computed(rank: int, act: Callable[[Tensor], Tensor]) -> None:
+    with torch.inference_mode():
+        for mine, theirs in zip(make(sharded=True).float().parameters(), make(sharded=False).parameters(), strict=True):
+            found = act(mine)
+            found = fsdp.full_tensor(found) if found.dim() else found
+            torch.testing.assert_close(found, act(theirs).detach())
+
+
+@pytest.mark.parametrize("act", [torch.diff, torch.trapezoid, torch.quantile, torch.where, nn.functional.dropout])
+@on_ranks(3)
+def test_in_inference_mode_those_that_depend_on_the_size_of_a_part_are_refused_on_every_rank(rank: int, act: Any) -> None:
+    with torch.inference_mode(), pytest.raises(fsdp.ShardingError, match="of which this rank holds"):
+        act(make(sharded=True).enter.bias, *([0.5] if act is torch.quantile else []))

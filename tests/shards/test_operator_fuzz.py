@@ -163,7 +163,7 @@ def test_every_rank_gets_an_error_where_the_size_of_its_part_decides(shape: tupl
     fsdp.simulate(size, one_rank)
 
 
-@pytest.mark.parametrize("name", ["quantile", "nanquantile"])
+@pytest.mark.parametrize("name", ["quantile", "nanquantile", "diff"])
 def test_a_method_that_looks_at_the_size_of_the_part_is_refused_by_name(name: str) -> None:
     def one_rank(rank: int) -> None:
         shard = next(fsdp.fully_shard(nn.Linear(4, 1, bias=False)).parameters())
