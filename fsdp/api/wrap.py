@@ -349,7 +349,8 @@ def _check_plan(plan: Sequence[Planned], comms: CommContext, config: Config, mod
         if inner is not None:
             check_ranks(one.name, inner.unit, comms, config)
     check_devices(plan, comms.world_comm)
-    check_renormalised(plan, comms.world_comm)
+    slots = ((info.names[0], module) for one in plan for info in one.param_infos for module, _ in info.slots)
+    check_renormalised(slots, comms.world_comm.size)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
@@ -221,17 +221,15 @@ def check_devices(plan: Sequence[Planned], comm: Communicator) -> None:
             )
 
 
-def check_renormalised(plan: Sequence[Planned], comm: Communicator) -> None:
+def check_renormalised(named: Iterable[tuple[str, nn.Module]], ranks: int) -> None:
     """Raise ShardingError if an embedding among several ranks changes the rows it looks up (`max_norm`): each has others."""
-    for one in plan if comm.size > 1 else ():
-        for info in one.param_infos:
-            for module, _ in info.slots:
-                if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-                    raise ShardingError(
-                        f"{info.names[0]!r}: {type(module).__name__}(max_norm={module.max_norm}) changes in its forward the rows "
-                        "that this rank looks up, and each rank looks up others. Set max_norm to None, and after each step scale "
-                        "the rows: norm = weight.norm(dim=1, keepdim=True); weight.mul_((max_norm / (norm + 1e-7)).clamp(max=1))."
-                    )
+    for name, module in named if ranks > 1 else ():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ShardingError(
+                f"{name!r}: {type(module).__name__}(max_norm={module.max_norm}) changes in its forward the rows that this rank "
+                "looks up, and each rank looks up others. Set max_norm to None, and after each step scale the rows: norm = "
+                "weight.norm(dim=1, keepdim=True); weight.mul_((max_norm / (norm + 1e-7)).clamp(max=1))."
+            )
 
 
 def device_of(plan: Sequence[Planned]) -> torch.device:

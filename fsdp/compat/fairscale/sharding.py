@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map
 from fsdp.api.wrap import fully_shard
 from fsdp.autograd.pytree import modules_within
 from fsdp.building.other_engines import refuse_other_engines
-from fsdp.compat.fairscale.flat_params import Shown
+from fsdp.building.shardable import check_renormalised
+from fsdp.compat.fairscale.flat_params import Shown, record
 from fsdp.compat.fairscale.flatten import OWN_NAME
 from fsdp.compat.fairscale.groups import ProcessGroupName, get_process_group_cached, is_process_group
 from fsdp.compat.shared.dtype_and_device import Conversion, changes, convert
@@ -81,8 +82,9 @@ def instances_in(module: nn.Module) -> list[Any]:
     return [one for one in module.modules() if hasattr(type(one), "local_metadata_dict")]
 
 
-def check_options(instance: Any, parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse arguments that contradict each other or do not fit the parameters."""
+def check_options(instance: Any, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse arguments that contradict each other or do not fit the parameters of `module`."""
+    check_renormalised(((f"{name}.weight".lstrip("."), one) for name, one in module.named_modules()), instance.world_size)
     if instance.fp32_reduce_scatter and not instance.mixed_precision:
         raise ValueError("fp32_reduce_scatter=True needs mixed_precision=True; leave it out or set both.")
     if instance.move_params_to_cpu != instance.move_grads_to_cpu:
@@ -98,6 +100,27 @@ def check_options(instance: Any, parameters: Sequence[nn.Parameter]) -> None:
                 f"a parameter is {parameter.dtype}; with mixed_precision={instance.mixed_precision} and compute_dtype="
                 f"{instance.compute_dtype} every parameter must be {wanted}: convert the module before wrapping it."
             )
+
+
+@contextmanager
+def put_back_if_refused(module: nn.Module, parameters: Sequence[nn.Parameter]) -> Generator[None, None, None]:
+    """If the body raises, let `module` and these parameters of it be what they were before."""
+    owners = [(owner, owner._parameters.copy()) for owner in module.modules() if type(owner._parameters) is dict]  # of no unit
+    found = [(parameter, parameter.size(), dict(parameter.__dict__)) for parameter in parameters]
+    try:
+        yield
+    except BaseException:
+        for parameter, shape, attributes in found:
+            if parameter.size() != shape:  # it has become a vector
+                parameter.data = parameter.data[: shape.numel()].view(shape)
+            parameter.__dict__.clear()
+            parameter.__dict__.update(attributes)
+        for owner, shown in owners:
+            owner._parameters = shown
+            for name, value in shown.items():
+                owner.__dict__.pop(name, None)  # a view of a vector
+                record(owner, name, value)
+        raise
 
 
 def computing_device(given: torch.device | None, offloads: bool, module: nn.Module, own: Sequence[Tensor]) -> torch.device:

@@ -102,7 +102,7 @@ class FullyShardedDataParallel(InstanceState):
         self.process_group = get_process_group_cached() if process_group is None else process_group
         self.process_group_reduce_scatter = sharding.reduce_group(process_group_reduce_scatter, self.process_group)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
-        self.reshard_after_forward = self._orig_reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward = self._orig_reshard_after_forward = bool(reshard_after_forward)
         self.disable_reshard_on_root = disable_reshard_on_root
         self.mixed_precision = mixed_precision
         self.fp32_reduce_scatter = bool(fp32_reduce_scatter)
@@ -123,26 +123,27 @@ class FullyShardedDataParallel(InstanceState):
         self.allow_reset_parameters = allow_reset_parameters
         self.numel_padded_per_param: list[int] = []
         own = [p for p in module.parameters() if not hasattr(p, "_is_sharded")]
-        sharding.check_options(self, own)
+        sharding.check_options(self, module, own)
         self._compute_device_given, self._state_dict_device_given = compute_device, state_dict_device
         self.compute_device = sharding.computing_device(compute_device, self.move_params_to_cpu, module, own)
-        self._shared = sharding.take_shared(module, self.compute_dtype, bool(own))
-        self._fsdp_wrapped_module = FlattenParamsWrapper(
-            module, own if flatten_parameters and own else [[]], multiple=self.world_size
-        )
-        if not flatten_parameters:
-            self._fsdp_wrapped_module.store_as_vectors(own, self.world_size)
-        self.params = self._fsdp_wrapped_module.flat_params
-        self.is_lazily_sharded = not can_communicate(self.process_group)
-        for flat, parameter in zip(self._fsdp_wrapped_module.flats, self.params, strict=True):
-            parameter._is_sharded = self.world_size > 1  # type: ignore[attr-defined]
-            parameter._orig_size = parameter.size() if not flat.has_own_name else flat.shapes[0]  # type: ignore[attr-defined]
-            self.numel_padded_per_param.append(states.padding(flat, self.rank, self.world_size))
-        self._fsdp_wrapped_module.stop_showing_views(self._shared)
-        if self.is_lazily_sharded:
-            states.cut_without_group(self)
-        else:
-            sharding.shard(self)
+        with sharding.put_back_if_refused(module, own):
+            self._shared = sharding.take_shared(module, self.compute_dtype, bool(own))
+            self._fsdp_wrapped_module = FlattenParamsWrapper(
+                module, own if flatten_parameters and own else [[]], multiple=self.world_size
+            )
+            if not flatten_parameters:
+                self._fsdp_wrapped_module.store_as_vectors(own, self.world_size)
+            self.params = self._fsdp_wrapped_module.flat_params
+            self.is_lazily_sharded = not can_communicate(self.process_group)
+            for flat, parameter in zip(self._fsdp_wrapped_module.flats, self.params, strict=True):
+                parameter._is_sharded = self.world_size > 1  # type: ignore[attr-defined]
+                parameter._orig_size = parameter.size() if not flat.has_own_name else flat.shapes[0]  # type: ignore[attr-defined]
+                self.numel_padded_per_param.append(states.padding(flat, self.rank, self.world_size))
+            self._fsdp_wrapped_module.stop_showing_views(self._shared)
+            if self.is_lazily_sharded:
+                states.cut_without_group(self)
+            else:
+                sharding.shard(self)
         self.register_state_dict_post_hook(partial(states.remove_own_name))  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(states.add_own_name)  # type: ignore[no-untyped-call]
 

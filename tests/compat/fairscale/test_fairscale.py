@@ -484,6 +484,28 @@ def test_what_cannot_be_is_refused(rank: int, text: str, case: tuple[type[Except
         FullyShardedDataParallel(nn.Linear(2, 2), **case[1])
 
 
+@pytest.mark.parametrize("flat", [True, False])
+@on_ranks(2)
+def test_a_module_that_is_refused_stays_what_it_was(rank: int, flat: bool) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 6 + rank), nn.LSTM(6 + rank, 3))
+    before = {name: (p, p.detach().clone(), dict(p.__dict__)) for name, p in module.named_parameters()}
+    with pytest.raises(fsdp.ShardingError, match="built differently on different ranks"):
+        FullyShardedDataParallel(module, flatten_parameters=flat)
+    assert list(before) == [name for name, _ in module.named_parameters()]
+    for name, p in module.named_parameters():
+        assert p is before[name][0] and torch.equal(p, before[name][1]) and p.__dict__ == before[name][2]
+    module(torch.ones(2, 4))[0].sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@on_ranks(2)
+def test_an_embedding_with_max_norm_is_refused(rank: int, flat: bool) -> None:
+    with pytest.raises(fsdp.ShardingError, match=r"'weight': Embedding\(max_norm=1.0\)"):
+        FullyShardedDataParallel(nn.Embedding(4, 2, max_norm=1.0), flatten_parameters=flat)
+
+
 @on_ranks(2)
 def test_calls_on_the_wrong_instance_or_at_the_wrong_time_are_refused(rank: int) -> None:
     model = wrapped(flatten_parameters=False)
