@@ -26,6 +26,15 @@ def refuse(operation: str, info: ShardInfo) -> NoReturn:
     )
 
 
+def refuse_memory(operation: str, info: ShardInfo) -> NoReturn:
+    """Raise the error for a shard that shall be moved or shared, or become a parameter of its own."""
+    raise ShardingError(
+        f"{operation} on {info.describe()}: its unit keeps its memory, so it can be neither moved to another device nor shared, "
+        "nor be a parameter of its own. Move the module before wrapping it, or call fsdp.offload(model); share what "
+        "fsdp.full_state_dict(model) returns; for this rank's part alone, use fsdp.to_local(tensor)."
+    )
+
+
 def refuse_unreduced(operation: str, info: ShardInfo) -> NoReturn:
     """Raise the error for an operation that reads a gradient that is kept under `no_sync`."""
     raise ShardingError(

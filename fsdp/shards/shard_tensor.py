@@ -26,7 +26,7 @@ from fsdp.shards.dtensors import here_of
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.norms_and_sums import REDUCTIONS, Reduction, gather_and_combine, only_element
 from fsdp.shards.operators import Rule, outputs_of, rule_of
-from fsdp.shards.refusals import refuse, refuse_dcp, refuse_grad_dtype, refuse_unreduced
+from fsdp.shards.refusals import refuse, refuse_dcp, refuse_grad_dtype, refuse_memory, refuse_unreduced
 
 local_operators = torch._C._DisableTorchDispatch
 """A context in which operators treat shards as ordinary tensors: for code of the engine that means this rank's part."""
@@ -48,7 +48,7 @@ def _shown_to_modes(method: Callable[..., Any], name: str = "") -> Any:
     return shown
 
 
-def _refused(name: str) -> Any:
+def _refused(name: str, refuse: Callable[[str, ShardInfo], NoReturn] = refuse) -> Any:
     """A method of shards that refuses its use."""
 
     def method(shard: "ShardTensor", *_: Any, **__: Any) -> NoReturn:
@@ -160,7 +160,7 @@ class ShardTensor(Tensor):
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Refused except for parameters: autograd's formulas use the number of elements of the part."""
         if requires_grad and not isinstance(self, torch.nn.Parameter):
-            refuse("requires_grad_", self.shard_info)
+            refuse_memory("requires_grad_", self.shard_info)
         return super().requires_grad_(requires_grad)
 
     @property
@@ -177,7 +177,7 @@ class ShardTensor(Tensor):
     __dlpack__ = _refused("__dlpack__")
     numpy = _refused("numpy")
     tolist = _refused("tolist")
-    share_memory_ = _refused("share_memory_")
+    share_memory_ = _refused("share_memory_", refuse_memory)
     # torch's own look at the size of the part before they call an operator
     quantile = _refused("quantile")
     nanquantile = _refused("nanquantile")

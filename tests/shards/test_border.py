@@ -55,6 +55,7 @@ FULL = (
     "it needs the full tensor. Use fsdp.full_tensor(tensor), or work inside fsdp.full_parameters(model) for a loss, inside "
     "fsdp.summon_full_params(model, writeback=True)"
 )
+MEMORY = "neither moved to another device nor shared, nor be a parameter of its own. Move the module before wrapping it"
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     **{f"init.{name}": (getattr(nn.init, name), DRAWS) for name in ("uniform_", "normal_", "trunc_normal_")},
     **{f"init.{name}": (getattr(nn.init, name), DRAWS) for name in ("xavier_uniform_", "xavier_normal_")},
@@ -73,7 +74,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "svd": (lambda p: torch.linalg.svdvals(p.detach()), FULL),
     "a row": (lambda p: p[0], FULL),
     "transposed": (lambda p: p.t(), FULL),
-    "share_memory_": (lambda p: p.share_memory_(), FULL),
+    "share_memory_": (lambda p: nn.ParameterList([p]).share_memory(), MEMORY),
+    "moved": (lambda p: nn.ParameterList([p]).to("meta"), MEMORY),
     "parameters_to_vector": (lambda p: parameters_to_vector([p]), FULL),
 }
 
@@ -91,6 +93,12 @@ def test_what_needs_the_full_tensor_is_refused_with_the_remedy_and_changes_nothi
     assert f"on 'weight', of which this rank holds {tuple(local(parameter).shape)} of (12, 8): " in str(told.value)
     assert remedy in str(told.value)
     assert_close(weights_of(model), {**before}, within=0)
+
+
+@pytest.mark.parametrize("function", [fsdp.full_tensor, fsdp.to_local])
+def test_a_gradient_that_is_not_there_is_refused(function: Callable[[Any], Any]) -> None:
+    with pytest.raises(fsdp.ShardingError, match="a parameter has no gradient before a backward"):
+        function(nn.Linear(2, 2).weight.grad)
 
 
 class Twin(nn.Module):
