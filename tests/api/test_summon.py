@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
+from fsdp.compat.fairscale import FullyShardedDataParallel as FAIRSCALE
 from fsdp.compat.torch_fsdp import FullyShardedDataParallel as FSDP1
 from tests.support.models import (
     CASES,
@@ -197,14 +198,16 @@ def test_changes_in_inference_mode_are_kept_and_trained_with(rank: int, strategy
 
 @pytest.mark.filterwarnings("ignore:The passed-in `module` is on CPU")
 @pytest.mark.parametrize("refused", [0, 1])
-@pytest.mark.parametrize("engine", [fsdp, FSDP1])
+@pytest.mark.parametrize("engine", [fsdp, FSDP1, FAIRSCALE])
 @on_ranks(2)
 def test_a_unit_that_is_refused_keeps_all_from_writing(rank: int, engine: Any, refused: int) -> None:
-    wrap_one = fsdp.fully_shard if engine is fsdp else partial(FSDP1, use_orig_params=True)
+    wrap_one = {fsdp: fsdp.fully_shard, FSDP1: partial(FSDP1, use_orig_params=True)}.get(engine, engine)
     model = wrap_one(nn.Sequential(wrap_one(nn.Linear(2, 2)), nn.Linear(2, 2)))
-    before = fsdp.full_state_dict(model, rank0_only=False)
+    with engine.summon_full_params(model):
+        before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(fsdp.ShardingError, match="Copy into it instead"), engine.summon_full_params(model), torch.no_grad():
         for p in model.parameters():
             p.add_(1)
         [*model.parameters()][2 * refused].data = torch.zeros(3, 3)
-    assert_same_state(fsdp.full_state_dict(model, rank0_only=False), before)
+    with engine.summon_full_params(model):
+        assert all(map(torch.equal, model.parameters(), before))

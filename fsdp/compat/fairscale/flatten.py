@@ -200,6 +200,7 @@ class FlattenParamsWrapper(nn.Module):
             _show_parameters(flat, source.detach(), shown.requires_grad)
         try:
             yield
+            self.check_shown()
         finally:
             for flat, shown, source in zip(self.flats, self._shown, sources, strict=True):
                 _take_back(flat, source.detach())
@@ -241,6 +242,17 @@ class FlattenParamsWrapper(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return without_engine(self)
+
+    def check_shown(self) -> None:
+        """Raise ShardingError if a module shows a parameter of another shape in place of a vector, which could not take it."""
+        for flat in self.flats if self._shown else ():
+            for shape, ((module, name), *_) in zip(flat.shapes, flat.slots, strict=True):
+                shown = module._parameters[name]
+                if shown is not None and shown.shape != shape:
+                    raise ShardingError(
+                        f"parameter {name!r} became {tuple(shown.shape)} by `.data = x`, where full parameters are shown; "
+                        f"it is {tuple(shape)}. Copy into it instead."
+                    )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward."""
@@ -328,7 +340,8 @@ def _take_back(flat: Flat, data: Tensor) -> None:
     for view, slots in zip(views, flat.slots, strict=True):
         module, name = slots[0]
         shown = module._parameters[name]
-        if view is not None and shown is not None and shown.data_ptr() != view.data_ptr():
+        # another shape is refused by `check_shown`
+        if view is not None and shown is not None and shown.shape == view.shape and shown.data_ptr() != view.data_ptr():
             view.copy_(shown)
         for module, name in () if flat.has_own_name else slots:
             del module._parameters[name]

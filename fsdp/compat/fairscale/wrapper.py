@@ -333,13 +333,16 @@ class FullyShardedDataParallel(InstanceState):
         """
         states.shard_late(self)
         units_in(self.module, "summon_full_params")
+        instances = get_fsdp_instances(self) if recurse else [self]
         with contextlib.ExitStack() as stack:
-            for instance in get_fsdp_instances(self) if recurse else [self]:
+            for instance in instances:
                 stack.enter_context(states.summoned(instance, writeback=not volatile))
-            for instance in get_fsdp_instances(self) if recurse else [self]:
+            for instance in instances:
                 for shared in instance._shared:
                     stack.enter_context(shared.shown_in_full())
             yield
+            for instance in instances:  # all of them before the first one writes
+                instance.module.check_shown()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the full state dict with plain names. Communicates, except inside `summon_full_params`."""
