@@ -82,6 +82,7 @@ def load(
     comm = model_view.world_comm
     optimizer_view = None if optimizer is None else OptimizerView(model_view, optimizer, f"load {path}")
     meter = Progress("load", progress, comm.rank)
+    shown = model_view.state_dict()
 
     @file_errors(f"load: {path} cannot be read", Path(path or "."))
     def prepare() -> tuple[dcp.StoredCheckpoint, dict[str, Any], dcp.ReadPlan, IncompatibleKeys]:
@@ -93,7 +94,7 @@ def load(
         if manifest is not None:
             refuse_lost_versions(f"load {folder}", stored.paths.values(), model_view, manifest.world_size)
             stored = stored.renamed(seen_by(comm.rank if alike else 0, stored.paths))
-        targets, keys = _model_targets(folder, stored, model_view, strict)
+        targets, keys = _model_targets(folder, stored, model, shown, strict)
         left_out = {*keys.missing_keys, *keys.unexpected_keys}
         targets.update(_gradient_targets(folder, stored, model_view, left_out))
         if optimizer_view is not None:
@@ -123,9 +124,7 @@ def load(
         meter.end(finished=False)
         raise
     found = stored.nested({**values, **loaded})
-    for name, module in extra_states(model).items():
-        if name in found["model"]:
-            module.set_extra_state(found["model"][name])
+    model_view.set_state(found["model"])
     if optimizer_view is not None:
         given = found["optimizer"]
         # as the optimizer keeps it: local tensors, under its own keys
@@ -211,29 +210,26 @@ def _refuse_damage(
 
 
 def _model_targets(
-    folder: Path, stored: "StoredCheckpoint", model_view: ModelView, strict: bool
+    folder: Path, stored: "StoredCheckpoint", model: nn.Module, shown: Mapping[str, Any], strict: bool
 ) -> tuple[dict[str, Any], IncompatibleKeys]:
-    """The memory to read into, by key: the model's own tensors, and new memory for extra state; None for other values.
+    """The memory to read into, by key: tensors of the state dict `shown`, and new memory for extra state; None for other values.
 
     Also the names that are left out.
     """
     prefix, operation = "model.", f"load {folder}"
     there = {key.removeprefix(prefix): key for key in stored.paths if key.startswith(prefix)}
-    extra = extra_states(model_view.model)
+    extra = extra_states(model)
     # if extra state is a dict, each of its values has a key of its own
     nested = {name: [key for key in there if key == name or key.startswith(f"{name}.")] for name in extra}
     plain = {name: key for name, key in there.items() if not any(name in keys for keys in nested.values())}
     # the format keeps nothing of an empty dict
     expected = [name for name, module in extra.items() if nested[name] or not _is_empty_dict(module.get_extra_state())]
-    names = [*(name for name, _ in model_view.entries), *expected]
+    names = [*(name for name in shown if name not in extra), *expected]
     keys = check_names(operation, names, {**plain, **{name: kept for name, kept in nested.items() if kept}}, strict)
-    entries = [(name, tensor) for name, tensor in model_view.entries if name in there]
-    param_shards = model_view.param_shards
-    for name, tensor in entries:
-        shape = param_shards[id(tensor)].shape if id(tensor) in param_shards else tuple(tensor.shape)
-        _check_stored(operation, name, stored.tensor(there[name]), shape, tensor.dtype)
-    values = model_view.model.state_dict()
-    targets = {there[name]: values[name] for name, _ in entries}
+    targets = {there[name]: shown[name] if isinstance(shown[name], Tensor) else None for name in names if name in plain}
+    for key, value in targets.items():
+        if value is not None:
+            _check_stored(operation, key.removeprefix(prefix), stored.tensor(key), tuple(value.shape), value.dtype)
     return {**targets, **{there[key]: stored.empty(there[key]) for kept in nested.values() for key in kept}}, keys
 
 

@@ -110,7 +110,7 @@ def save(
         giving = [rank for rank, one in enumerate(by_rank) if one[name]]
         if 0 < len(giving) < world_comm.size:
             raise ShardingError(f"save: {name} is given on {name_ranks(giving)} alone; give it on every rank, or on none.")
-    state: dict[str, Any] = {"model": dict(model.state_dict())}
+    state: dict[str, Any] = {"model": model_view.state_dict()}
     state.update({part: {str(world_comm.rank): data} for part, data in packed.items()})
     if accumulated:
         names = agree_and_gather(world_comm, "save", lambda: saved_grads.gradients_here(model_view))

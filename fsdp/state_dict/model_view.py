@@ -1,15 +1,23 @@
 """One model for the length of one public call: its units, communicators, parameters and names, each looked up once."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
+from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp.errors import ShardingError
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_of, resting_units_in
-from fsdp.state_dict.fqns import entries, first_names
+from fsdp.shards.dtensors import local_of
+from fsdp.shards.sharded_value import ShardedValue
+from fsdp.state_dict.fqns import entries, extra_states, first_names
 from fsdp.state_dict.param_shard import param_shards_in
+
+GIVES_SHARDS: Final = "_fsdp_gives_shards"
+"""The attribute of modules whose `state_dict()` has a format of its own. While it is True, they give sharded values."""
 
 
 class ModelView:
@@ -32,6 +40,38 @@ class ModelView:
         """The names and tensors of the plain module's state dict. A tied tensor occurs once for each name."""
         self.fqns = first_names(model)
         """The first name of each tensor, by its id."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's `state_dict()`, in which values of shards share their memory, in whichever format the user gets it.
+
+        By fairscale's names it holds full tensors, and communicates.
+        """
+        with self._giving_shards():
+            return dict(self.model.state_dict())
+
+    @contextmanager
+    def _giving_shards(self) -> Iterator[None]:
+        others = [module for module in self.model.modules() if hasattr(module, GIVES_SHARDS)]
+        try:
+            for module in others:
+                setattr(module, GIVES_SHARDS, True)
+            yield
+        finally:
+            for module in others:
+                setattr(module, GIVES_SHARDS, False)
+
+    def set_state(self, values: Mapping[str, Any]) -> None:
+        """Take over `values`: those of `state_dict()`, whose memory was overwritten, and extra state of modules.
+
+        If hooks of the user's made a value, it is not the model's memory: the model loads all by its `load_state_dict`.
+        """
+        own, extra = dict(self.entries), extra_states(self.model)
+        if any(name not in extra and not _is_memory_of(own.get(name), value) for name, value in values.items()):
+            with self._giving_shards():
+                self.model.load_state_dict(dict(values), strict=False)
+            return
+        for name in values.keys() & extra.keys():
+            extra[name].set_extra_state(values[name])
 
     def refuse_sparse(self) -> None:
         """Check that all values of the state dict can be written to a file.
@@ -60,3 +100,10 @@ class ModelView:
         """Every parameter once, under its first name."""
         found = {id(tensor): (self.fqns[id(tensor)], tensor) for _, tensor in self.entries if isinstance(tensor, nn.Parameter)}
         return tuple(found.values())
+
+
+def _is_memory_of(tensor: Tensor | None, value: Any) -> bool:
+    """Whether `value`, of a state dict, shares the memory of `tensor`, of the model."""
+    if tensor is None or not isinstance(value, Tensor):
+        return False
+    return isinstance(value, ShardedValue) or local_of(value) is not None or value.data_ptr() == tensor.data_ptr()

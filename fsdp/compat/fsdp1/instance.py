@@ -31,6 +31,8 @@ from fsdp.state_dict.param_shard import ParamShard
 class InstanceState(nn.Module):
     """The base of FullyShardedDataParallel."""
 
+    _fsdp_gives_shards = False
+    """See `fsdp.state_dict.model_view.GIVES_SHARDS`."""
     _unit_module: nn.Module
     """The module that is the unit."""
     process_group: Any

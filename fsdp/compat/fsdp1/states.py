@@ -18,6 +18,7 @@ from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import refuse_unless_resting
+from fsdp.shards.sharded_value import ShardedValue
 from fsdp.state_dict.full_state import RANGE_BYTES
 from fsdp.state_dict.param_ranges import gather_ranges
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
@@ -43,13 +44,13 @@ def names_of(instance: Any) -> dict[str, ParamShard]:
 
 
 def format_of(instance: Any) -> tuple[StateDictType, Any]:
-    """The format of an instance. A unit that is not sharded has the full one only.
+    """The format of an instance. A unit that is not sharded has the full one only, and `fsdp.save` needs no other.
 
     Raises:
         RuntimeError: LOCAL_STATE_DICT is asked for with a device mesh.
     """
     kind, config = instance._state_dict_type, instance._state_dict_config
-    if instance.sharding_strategy is ShardingStrategy.NO_SHARD:
+    if instance._fsdp_gives_shards or instance.sharding_strategy is ShardingStrategy.NO_SHARD:
         return StateDictType.FULL_STATE_DICT, FullStateDictConfig()
     if instance._device_mesh is not None and kind is StateDictType.LOCAL_STATE_DICT:
         raise RuntimeError("DeviceMesh is not compatible with LOCAL_STATE_DICT. Use SHARDED_STATE_DICT, which gives DTensors.")
@@ -120,6 +121,11 @@ def _put_parameters(
     if instance._is_summoned or unit is None:
         for key in (key for group in keys.values() for key in group):
             state_dict[key] = state_dict[key].detach().clone()
+        return
+    if instance._fsdp_gives_shards:
+        for param_shard in param_shards_of(unit):
+            for key in keys.get((id(param_shard.flat), param_shard.number), ()):
+                state_dict[key] = param_shard.placement.value(key, param_shard.parameter)
         return
     for param_range, buffer in gather_ranges([unit], RANGE_BYTES):
         for param_shard in param_range.param_shards:
@@ -204,6 +210,10 @@ def _take_parts(instance: Any, state_dict: dict[str, Any], prefix: str, errors: 
         given = state_dict.get(prefix + name)
         if given is None or given is param_shard.parameter:
             continue  # torch's functions for state dicts put the parameters themselves in place of values that are not given
+        if isinstance(given, ShardedValue):
+            local = param_shard.placement.part_of_given("load_state_dict", name, given, param_shard.parameter)
+            state_dict[prefix + name] = param_shard.placement.as_shard(local)
+            continue
         value = torch_names.full_value(given, instance.process_group)
         if not isinstance(value, Tensor) or tuple(value.shape) != param_shard.shape:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
