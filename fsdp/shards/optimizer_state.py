@@ -110,7 +110,7 @@ def _give_values(optimizer: Optimizer, state_dict: StateDict) -> None:
         state.update(_full_state(parameters, given, call))
         elsewhere = [number for number in elsewhere if not parameters[number].shard_info.numel]
     elif call is not None:
-        state = {**_state_of_others(parameters, given), **state}
+        state = {**_state_of_others(parameters, given), **{number: kept for number, kept in state.items() if kept}}
     # torch's set_optimizer_state_dict asks for an entry of every parameter, also of those that lie on other ranks
     for number in elsewhere if state else ():
         state.setdefault(number, {})

@@ -114,6 +114,8 @@ def hook_optimizers() -> None:
     register_optimizer_step_pre_hook(before_step)
     for optimizer in ELEMENT_WISE_OPTIMIZERS:
         _wrap_step(optimizer)
+    for name in ("state_dict", "load_state_dict"):
+        setattr(Optimizer, name, _on_shards(getattr(Optimizer, name)))
     kinds: tuple[Any, ...] = (ShardTensor, ShardParameter, EmptyShardParameter)
     for kind in kinds:
         # torch uses the fused and the grouped implementations for types in these lists only
@@ -133,6 +135,17 @@ def _wrap_step(kind: Any) -> None:
         step = Optimizer.profile_hook_step(step)
         step.hooked = True  # type: ignore[attr-defined]
     kind.step = step
+
+
+def _on_shards(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` of an optimizer. Its state was made shards before: Adagrad makes state without a step."""
+
+    @wraps(method)
+    def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        hook_state(optimizer)
+        return method(optimizer, *args, **kwargs)
+
+    return run
 
 
 def _on_plain_parts(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -200,14 +200,16 @@ class OptimizerView:
 
     def _groups(self, given: list[list[str]], options: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The given options in the order of this optimizer's groups."""
-        found = []
-        for names in self.groups:
-            same = next((index for index, others in enumerate(given) if set(others) == set(names)), None)
+        found, left = [], dict(enumerate(map(set, given)))
+        for number, names in enumerate(self.groups):
+            alike = [index for index, others in left.items() if others == set(names)]
+            same = number if number in alike else next(iter(alike), None)
             if same is None:
                 raise ShardingError(
                     f"{self.operation}: the optimizer has a group of {names}, the state dict has groups of other parameters; "
                     "group them alike."
                 )
+            del left[same]
             found.append({**options[same], "params": names})
         return found
 

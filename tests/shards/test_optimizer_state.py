@@ -135,6 +135,16 @@ class TestDistributedCheckpoint:
         assert_same_state(fsdp.simulate(3, load)[2], wanted)
 
     @on_ranks(2)
+    def test_state_that_an_optimizer_makes_without_a_step_can_be_saved_and_loaded(self, rank: int) -> None:
+        optimizers = [OPTIMIZERS["Adagrad"](wrap(CASES["net"]).parameters()) for _ in range(2)]
+        state = optimizers[0].state_dict()
+        assert all(isinstance(kept["sum"], ShardedValue) for kept in state["state"].values())
+        state["state"][1]["sum"].local.fill_(3.0)
+        optimizers[1].load_state_dict(state)
+        for number, kept in optimizers[1].state_dict()["state"].items():
+            assert torch.equal(kept["sum"].local, state["state"][number]["sum"].local)
+
+    @on_ranks(2)
     def test_a_shard_by_itself_is_refused(self, rank: int, tmp_path: Path) -> None:
         model, optimizer = trained(CASES["net"], rank, OPTIMIZERS["AdamW"])
         shard = next(iter(optimizer.state.values()))["exp_avg"]
@@ -203,7 +213,9 @@ class TestTorchsOptions:
         assert not any(isinstance(one, ShardTensor | ShardedValue) for kept in state["state"].values() for one in kept.values())
         other = wrap(chosen)
         other_optimizer = OPTIMIZERS[name](other.parameters())
-        set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
+        for _ in range(2):
+            given = copy.deepcopy(state)
+            set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=given, options=options)
         before, after = everything(model, optimizer), everything(other, other_optimizer)
         assert_same_state({key: after[key] for key in before}, before)
 

@@ -237,6 +237,21 @@ def test_groups_that_differ_are_named(rank: int) -> None:
         fsdp.load_full_optim_state_dict(model, torch.optim.AdamW(model.parameters()), saved)
 
 
+@on_ranks(2)
+def test_each_group_without_parameters_gets_its_own_options(rank: int, tmp_path: Path) -> None:
+    model = wrap(CASES["net"])
+
+    def make(*rates: float) -> torch.optim.Optimizer:
+        groups = [{"params": [], "lr": rates[0]}, {"params": list(model.parameters())}, {"params": [], "lr": rates[1]}]
+        return torch.optim.SGD(groups, lr=0.5)
+
+    saved, others = make(5.0, 7.0), [make(0.0, 0.0), make(0.0, 0.0)]
+    fsdp.save(tmp_path / "a", model, saved)
+    fsdp.load(tmp_path / "a", model, others[0])
+    fsdp.load_full_optim_state_dict(model, others[1], fsdp.full_optim_state_dict(model, saved))
+    assert [[group["lr"] for group in one.param_groups] for one in others] == [[5.0, 0.5, 7.0]] * 2
+
+
 @on_ranks(1)
 def test_an_optimizer_of_another_model_is_refused(rank: int) -> None:
     model, other = wrap(CASES["net"]), wrap(CASES["net"])
