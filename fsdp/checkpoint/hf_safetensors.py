@@ -27,7 +27,7 @@ from fsdp.state_dict.fqns import IncompatibleKeys, check_names
 from fsdp.state_dict.full_state import RANGE_BYTES
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.param_ranges import gather_ranges
-from fsdp.state_dict.param_shard import ParamShard, param_shards_of
+from fsdp.state_dict.param_shard import ParamShard, full_value, load_value, param_shards_of
 
 INDEX: Final = "model.safetensors.index.json"
 MULTIPLES: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -69,7 +69,8 @@ def export_safetensors(
             meter.begin(sum(size for _, size in planned))
             writer = _Writer(working, files, comm.rank, comm.size, meter)
             for name, tensor in unsharded:
-                writer.take(name, tensor if writer.writers[name] == 0 else copy_from(0, tensor, comm, name))
+                full = full_value(tensor)
+                writer.take(name, full if writer.writers[name] == 0 else copy_from(0, full, comm, name))
             for param_range, buffer in gather_ranges(model_view.units, RANGE_BYTES):
                 for param_shard in param_range.param_shards:
                     writer.take(names[id(param_shard.parameter)], param_range.full_param(buffer, param_shard))
@@ -118,7 +119,7 @@ def load_safetensors(
         for tensor, stored in targets:
             param_shard = param_shards.get(id(tensor))
             if param_shard is None:
-                tensor.copy_(_read(stored, None, tensor))
+                load_value(tensor, _read(stored, None, tensor))
             elif param_shard.placement.is_row_range:
                 param_shard.overwrite(_read(stored, param_shard, tensor))
             else:

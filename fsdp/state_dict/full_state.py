@@ -10,15 +10,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fsdp.comm.agreement import agree_and_gather
+from fsdp.comm.agreement import agree_and_gather, agree_on_refusals
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.joint_gather import broadcast_all
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call
-from fsdp.state_dict.fqns import IncompatibleKeys, check_names, check_values, extra_states, given_by
+from fsdp.state_dict.fqns import IncompatibleKeys, check_names, check_values, extra_states, given_by, with_counts
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.param_ranges import ParamRange, gather_range, gather_ranges, ranges_of
-from fsdp.state_dict.param_shard import ParamShard
+from fsdp.state_dict.param_shard import ParamShard, full_value, load_value
+from fsdp.state_dict.state_dict_hooks import call_before_save_hooks, call_load_hooks, call_loaded_hooks, call_save_hooks
 
 RANGE_BYTES: Final = 32 << 20
 
@@ -29,28 +30,74 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: torch.dev
     """Return the state dict of the plain module: full parameters, persistent buffers, extra state of modules.
 
     With `rank0_only`, the other ranks join the collectives and get an empty dict. Tensors are copies on `device`. What is not
-    sharded (buffers, extra state, parameters of ignored modules) is this rank's, and may be another on other ranks.
-    Communicates: every rank must call it alike.
+    sharded (buffers, extra state, parameters of ignored modules) is this rank's, and may be another on other ranks. State-dict
+    hooks of modules are called with the full state dict. Communicates: every rank must call it alike.
 
     Memory: on the model's device, one range of 32 MiB or one parameter; on `device`, the result.
 
     Raises:
-        ShardingError: inside a forward, a backward or a summon.
+        ShardingError: inside a forward, a backward or a summon, or `device` cannot be used.
     """
     model_view = ModelView(model, "full_state_dict")
     wanted = not rank0_only or model_view.world_comm.rank == 0
-    full: dict[int, Tensor] = {}
+    call_before_save_hooks(model)
+    copies = Copies("full_state_dict", model_view.world_comm, device, wanted)
+    full: dict[int, Any] = {}
     for param_range, buffer in gather_ranges(model_view.units, RANGE_BYTES):
         for param_shard in param_range.param_shards:
             found = param_range.full_param(buffer, param_shard)  # which may communicate
-            if wanted:
-                full[id(param_shard.parameter)] = found.to(device, copy=True)
+            full[id(param_shard.parameter)] = copies.of(found)
+    for _, value in model_view.entries:
+        if id(value) not in full:
+            full[id(value)] = copies.of(full_value(value))
+    copies.check()
     if not wanted:
         return {}
-    state: dict[str, object] = {
-        name: full[id(value)] if id(value) in full else value.detach().to(device, copy=True) for name, value in model_view.entries
-    }
-    return {**state, **{name: module.get_extra_state() for name, module in extra_states(model).items()}}
+    state: dict[str, object] = {name: full[id(value)] for name, value in model_view.entries}
+    state.update({name: module.get_extra_state() for name, module in extra_states(model).items()})
+    return call_save_hooks(model, state)
+
+
+class Copies:
+    """Copies of full tensors on the device that the user wants, between gathers.
+
+    Rule: a copy that fails is no reason to leave out a gather, in which the other ranks wait.
+    """
+
+    def __init__(self, operation: str, comm: Communicator, device: torch.device | str, wanted: bool) -> None:
+        """`wanted`: whether this rank keeps copies. Communicates.
+
+        Raises:
+            ShardingError: on every rank; one that keeps copies cannot use `device`.
+        """
+        self._device, self._wanted = device, wanted
+        self._failure: Exception | None = None
+
+        def prepare() -> None:
+            try:
+                torch.empty(0, device=device if wanted else "cpu")
+            except Exception as error:  # each backend of torch has its own
+                raise ShardingError(f"{operation}: device {str(device)!r} cannot be used here: {error}") from error
+
+        agree_on_refusals(comm, operation, prepare)
+
+    def of(self, full: Tensor) -> Tensor | None:
+        """A copy on the device; None if none is wanted, or one has failed."""
+        if self._wanted and self._failure is None:
+            try:
+                return full.detach().to(self._device, copy=True)
+            except Exception as error:  # such as out of memory
+                self._failure = error
+        return None
+
+    def check(self) -> None:
+        """After the last gather.
+
+        Raises:
+            Exception: the one that the first copy to fail has raised.
+        """
+        if self._failure is not None:
+            raise self._failure
 
 
 @torch.no_grad()
@@ -72,7 +119,7 @@ def iter_full_params(
     # parameters of ignored modules, which every rank has in full
     for parameter in model.parameters():
         if id(parameter) not in model_view.param_shards:
-            yield model_view.fqns[id(parameter)], parameter.detach().to(dtype or parameter.dtype)
+            yield model_view.fqns[id(parameter)], full_value(parameter.detach()).to(dtype or parameter.dtype)
     for unit in model_view.units:
         for param_range in ranges_of(unit, bucket_bytes):
             buffer = gather_range(param_range, unit.name)
@@ -87,8 +134,9 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, object] | No
     """Load a plain module's state dict: the same on every rank, or rank 0's if other ranks give None or {}.
 
     With `strict=False`, names that only one of the model and the state dict has are left out and returned, as `missing_keys` and
-    `unexpected_keys`. Communicates: every rank must call it alike. If a rank gives nothing, rank 0 broadcasts one range of
-    32 MiB, or one parameter, at a time, so that no other rank holds more.
+    `unexpected_keys`. Hooks of modules on loads are called with the state dict that a rank gives. Communicates: every rank must
+    call it alike. If a rank gives nothing, rank 0 broadcasts one range of 32 MiB, or one parameter, at a time, so that no other
+    rank holds more.
 
     Raises:
         ShardingError: on every rank, if on any of them a value has another shape, or a dtype whose conversion would lose
@@ -98,10 +146,14 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, object] | No
     model_view = ModelView(model, "load_full_state_dict")
     comm, param_shards = model_view.world_comm, model_view.param_shards
 
+    mine: Mapping[str, Any] = {}
+
     def check() -> IncompatibleKeys | None:
-        mine = given_by("load_full_state_dict", comm.rank, state_dict)
-        if mine is None:
+        nonlocal mine
+        given = given_by("load_full_state_dict", comm.rank, state_dict)
+        if given is None:
             return None
+        mine = call_load_hooks("load_full_state_dict", model, with_counts(model, given), strict)
         names = [*(name for name, _ in model_view.entries), *extra_states(model)]
         found = check_names("load_full_state_dict", names, mine, strict)
         check_values("load_full_state_dict", model, mine)
@@ -118,7 +170,6 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, object] | No
             )
     everywhere, missing = None not in by_rank, set(keys.missing_keys)
     loaded = [(name, value) for name, value in model_view.entries if name not in missing]
-    mine: Mapping[str, Any] = state_dict or {}
     given = {id(value): mine[name] for name, value in loaded if mine}
     wanted = {id(value) for _, value in loaded}
     if everywhere:
@@ -140,6 +191,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, object] | No
         if name not in missing:
             extra = mine.get(name)
             module.set_extra_state(extra if everywhere else comm.gather_objects(extra, "load_full_state_dict")[0])
+    call_loaded_hooks(model, keys)
     return keys
 
 
@@ -169,10 +221,10 @@ def _load_unsharded(name: str, value: Tensor, given: Tensor | None, comm: Commun
     """Load a tensor that every rank has in full: from `given` or, if there is a `comm`, from rank 0's."""
     if comm is None:
         assert given is not None, "the names were checked"
-        value.copy_(given)
+        load_value(value, given)
         return
     carrier = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     if given is not None:
         carrier.copy_(given)
     broadcast_all([(0, carrier)], comm, name)
-    value.copy_(carrier)
+    load_value(value, carrier)

@@ -22,6 +22,7 @@ from fsdp.shards.cut import Shape
 from fsdp.shards.optimizer_state import adopt_state, hook_state
 from fsdp.shards.state_placement import State, StatePlacement, everywhere, has_dimensions, outline_of, placed
 from fsdp.state_dict.fqns import given_by, plain_fqn
+from fsdp.state_dict.full_state import Copies
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.param_shard import ParamShard
 
@@ -256,7 +257,8 @@ def full_optim_state_dict(
 
     Raises:
         ShardingError: inside a forward, a backward or a summon; the optimizer is another model's; or some state is a statistic
-            over this rank's part alone, which has no full form (`fsdp.save` keeps it for the same number of ranks).
+            over this rank's part alone, which has no full form (`fsdp.save` keeps it for the same number of ranks); or `device`
+            cannot be used.
     """
     return gather_optim_state(OptimizerView(ModelView(model, "full_optim_state_dict"), optimizer), rank0_only, device)
 
@@ -264,13 +266,14 @@ def full_optim_state_dict(
 def gather_optim_state(optimizer_view: OptimizerView, rank0_only: bool, device: torch.device | str) -> FullOptimState:
     """See `full_optim_state_dict`. Communicates."""
     wanted = optimizer_view.world_comm.rank == 0 or not rank0_only
+    copies = Copies(optimizer_view.operation, optimizer_view.world_comm, device, wanted)
     state, local = optimizer_view.placed(), optimizer_view.local()  # the ranks agree on refusals first
     for name, kept in state.items():
         for key, one in kept.items():
             if isinstance(one, StatePlacement):
                 mine, where = local.get(name, {}).get(key), optimizer_view.where(name, key)
-                full = one.gather(where, mine, optimizer_view.comm, optimizer_view.parameters[name].device)
-                kept[key] = full.to(device, copy=full.device == torch.device(device)) if wanted else None
+                kept[key] = copies.of(one.gather(where, mine, optimizer_view.comm, optimizer_view.parameters[name].device))
+    copies.check()
     ordered = {name: state[name] for names in optimizer_view.groups for name in names if name in state}
     return {"state": ordered, "param_groups": optimizer_view.options()} if wanted else {}
 

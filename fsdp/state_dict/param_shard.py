@@ -1,7 +1,7 @@
 """One parameter of a unit, and the shard of it that this rank holds."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
@@ -11,7 +11,7 @@ from fsdp.params.placement import Placement
 from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
 from fsdp.shards.cut import Shape
-from fsdp.shards.dtensors import local_of
+from fsdp.shards.dtensors import local_of, local_of_full
 
 
 class ParamShard(NamedTuple):
@@ -59,3 +59,19 @@ def param_shards_in(model: nn.Module) -> dict[int, ParamShard]:
     """The sharded parameters of `model`, by the id of the user's Parameter object."""
     units = {id(owner): owner for p in model.parameters() if isinstance(owner := owning_unit(p), Unit)}
     return {id(param_shard.parameter): param_shard for unit in units.values() for param_shard in param_shards_of(unit)}
+
+
+def full_value(tensor: Tensor) -> Tensor:
+    """The full value of a tensor that belongs to no unit. Communicates if it is a DTensor."""
+    full: Tensor = tensor.full_tensor() if local_of(tensor) is not None else tensor  # type: ignore[attr-defined]
+    return full
+
+
+def load_value(tensor: Any, full: Tensor) -> None:
+    """Copy the full value of a tensor that belongs to no unit into it, or this rank's part if it is a DTensor."""
+    local = local_of(tensor)
+    if local is None:
+        tensor.copy_(full)
+    else:
+        local.copy_(local_of_full(full, tensor._spec))
+        increment_version(tensor)

@@ -404,6 +404,26 @@ def test_a_mesh_of_one_rank_is_not_joined_with_itself(rank: int) -> None:
     assert {p.device_mesh for p in model.parameters()} == {mesh["dp"]}  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("everywhere", [True, False])
+@on_ranks(4)
+def test_dtensors_that_are_in_no_unit_are_full_in_full_states(rank: int, everywhere: bool, tmp_path: Path) -> None:
+    def make(factor: int) -> nn.Module:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = plain("tensor parallel")
+        model[1].up.register_buffer("scale", torch.arange(8.0) * factor)
+        parallelize_module(model[1], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return fsdp.fully_shard(model, mesh=mesh["dp"], ignored_modules={model[1].down})
+
+    model, others = make(1), [make(2), make(2)]
+    state = full(model)
+    assert torch.equal(state["1.up.scale"], torch.arange(8.0))
+    fsdp.load_full_state_dict(others[0], {name: one + 1 for name, one in state.items()} if everywhere or rank == 0 else None)
+    same(full(others[0]), {name: one + 1 for name, one in state.items()}, 0.0)
+    fsdp.export_safetensors(others[0], tmp_path / "a")
+    fsdp.load_safetensors(others[1], tmp_path / "a")
+    same(full(others[1]), full(others[0]), 0.0)
+
+
 @on_ranks(4)
 def test_what_tensor_parallelism_has_not_cut_lies_on_its_mesh_too(rank: int) -> None:
     model, door = build("tensor parallel"), plain("tensor parallel")

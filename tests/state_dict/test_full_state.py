@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -16,9 +17,69 @@ from fsdp.compat.fully_shard import fully_shard
 from fsdp.device.storage import is_base
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.shards.sharded_value import ShardedValue
+from fsdp.state_dict import full_state
 from tests.support.models import CASES, Case, Counting, X, is_at_rest, local, loss_of, make_net, two_units, world_log, wrap
 from tests.support.ranks import on_ranks
 from tests.support.states import STATEFUL, assert_same_state, refused_whole, shifted
+
+
+def logarithm(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object) -> None:
+    state[prefix + "saved"] = state.pop(prefix + "scale").log2()
+
+
+def power(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    state[prefix + "scale"] = state.pop(prefix + "saved").exp2()
+
+
+class Hooked(nn.Module):
+    """The file has the logarithm of the scale, under another name."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.full((2,), scale))
+        self.register_state_dict_pre_hook(lambda *_: self.calls.append("before save"))  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(logarithm)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(power)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(lambda *_: self.calls.append("loaded"))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@on_ranks(2)
+def test_hooks_of_modules_make_and_take_it_as_in_torch(rank: int, everywhere: bool) -> None:
+    model, plain = fsdp.fully_shard(nn.Sequential(Hooked(8.0))), nn.Sequential(Hooked(1.0))
+    full = fsdp.full_state_dict(model, rank0_only=False)
+    assert torch.equal(full["0.saved"], torch.full((2,), 3.0))
+    plain.load_state_dict(full)
+    assert torch.equal(plain[0].scale, model[0].scale)
+    other = fsdp.fully_shard(nn.Sequential(Hooked(1.0)))
+    fsdp.load_full_state_dict(other, plain.state_dict() if everywhere or rank == 0 else None)
+    assert_same_state(fsdp.full_state_dict(other, rank0_only=False), full)
+    assert other[0].calls == ["loaded", "before save"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("what", ["weights", "state"])
+def test_a_device_that_is_not_there_is_refused_on_every_rank_and_breaks_no_gather(
+    what: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if late:  # as if the device failed in the first copy
+        monkeypatch.setattr(full_state, "agree_on_refusals", lambda *_: None)
+
+    def fn(rank: int) -> None:
+        model = wrap(CASES["net"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(2):
+            loss_of(model(CASES["net"].batch(0, rank))).backward()
+            optimizer.step()
+            with pytest.raises(Exception, match=r"cuda|CUDA") if rank == 0 or not late else nullcontext():
+                if what == "weights":
+                    fsdp.full_state_dict(model, device="cuda:99")
+                else:
+                    fsdp.full_optim_state_dict(model, optimizer, device="cuda:99")
+
+    fsdp.simulate(2, fn)
 
 
 class TestFullStateDict:
@@ -51,7 +112,7 @@ class TestFullStateDict:
             model = wrap(CASES["net"])
             fsdp.full_state_dict(model)
             assert [call.label for call in world_log("broadcast")][::2] == ["Net", "blocks.0", "blocks.1", "blocks.2"]
-            return sum(call.received for call in world_log())
+            return sum(call.received for call in world_log() if call.label != "full_state_dict")  # which asks all first
 
         received = sum(fsdp.simulate(2, fn))
         exact = sum(p.numel() * 4 for p in make_net().parameters())

@@ -1,6 +1,7 @@
 """State dicts that other ranks do not have, and state dicts with other names than the model: `strict=False`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -126,3 +127,20 @@ def test_load_state_dict_of_the_model_does_the_same(rank: int, wrapped: bool) ->
     plain = make_net()
     plain.load_state_dict(changed(shifted(NET)), strict=False)
     assert_same_state(fsdp.full_state_dict(model, rank0_only=False), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("door", ["load_state_dict", "load_full_state_dict"])
+@on_ranks(2)
+def test_a_state_from_before_batches_were_counted_is_loaded_as_by_torch(rank: int, door: str) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    state = make().state_dict()
+    counted = state.pop("1.num_batches_tracked")
+    model = fsdp.fully_shard(make())
+    model[1].num_batches_tracked.fill_(5)  # type: ignore[index]
+    load = model.load_state_dict if door == "load_state_dict" else partial(fsdp.load_full_state_dict, model)
+    with pytest.raises(fsdp.ShardingError, match=r"Missing key.*num_batches_tracked"):
+        load(state)  # with its version
+    load(dict(state))
+    assert_same_state(fsdp.full_state_dict(model, rank0_only=False), {**state, "1.num_batches_tracked": counted + 5})
