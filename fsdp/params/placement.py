@@ -40,6 +40,7 @@ from fsdp.shards.dtensors import (
     SUMMED,
     GradForm,
     Mesh,
+    as_parameter,
     form_of,
     full_with_grad,
     here_of,
@@ -433,7 +434,7 @@ class DTensorPlacement(Placement):
         info.replace(stand_in)
 
     def stand_in(self, shard: nn.Parameter, unsharded: Tensor, copied: nn.Parameter | None) -> nn.Parameter:
-        copied = nn.Parameter(self.as_shard(plain(shard)), shard.requires_grad) if copied is None else copied
+        copied = as_parameter(self.as_shard(plain(shard)), shard.requires_grad) if copied is None else copied
         copied.__dict__[STANDS_FOR] = True
         return copied
 

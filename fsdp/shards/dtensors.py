@@ -52,6 +52,13 @@ def _dtensor_class() -> Any:
     return DTensor
 
 
+def as_parameter(dtensor: Any, requires_grad: bool) -> nn.Parameter:
+    """`dtensor` itself as a parameter. `nn.Parameter(dtensor)` makes another of its part, which torch cannot pickle."""
+    made: nn.Parameter = dtensor.requires_grad_(requires_grad)
+    made._is_param = True
+    return made
+
+
 def specs_of(mesh: Mesh, parameter: Tensor, dim: int, joint_mesh: Mesh | None) -> tuple[Any, Any, tuple[int, ...]]:
     """torch's DTensorSpecs of a shard that is cut over `mesh` along `dim`, and of its unsharded parameter, or None; its ranks.
 
@@ -279,9 +286,9 @@ def replace_by_dtensor(original: nn.Parameter, shard: Tensor, former: nn.Paramet
     """
     _hook_optimizers()
     if former is not None:
-        _become(former, nn.Parameter(shard, former.requires_grad))
+        _become(former, as_parameter(shard, former.requires_grad))
         return former
-    made = nn.Parameter(shard, original.requires_grad)
+    made = as_parameter(shard, original.requires_grad)
     made.__dict__.update(original.__dict__)
     made.__dict__.pop(REPLACED, None)
     made.__dict__[STANDS_FOR] = True

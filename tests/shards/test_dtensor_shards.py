@@ -1,5 +1,6 @@
 """Shards on several meshes are torch's DTensors: every function of torch gives for them what it gives for torch's own."""
 
+import io
 import warnings
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp
+from fsdp.compat.fully_shard import fully_shard
 from tests.shards.test_operator_fuzz import WITH, functions, outcome
 from tests.support.everything import EVERYTHING
 
@@ -90,3 +92,17 @@ def test_every_function_gives_what_it_gives_for_torchs_dtensors(style: str, repl
     for wrong, returned in fsdp.simulate(4, program):
         assert not wrong, "\n".join(wrong)
         assert returned > len(chosen) // 2
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_parameters_can_be_pickled(again: bool) -> None:
+    def fn(rank: int) -> None:
+        model: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+        fully_shard(model)
+        if again:
+            model.to(torch.float64)
+        for parameter in model.parameters():
+            torch.save(parameter, io.BytesIO())
+            assert isinstance(parameter, nn.Parameter) and parameter.requires_grad and parameter.is_leaf
+
+    fsdp.simulate(2, fn)
