@@ -30,7 +30,7 @@ from fsdp.state_dict.param_ranges import gather_ranges
 from fsdp.state_dict.param_shard import ParamShard, full_value, load_value, param_shards_of
 
 INDEX: Final = "model.safetensors.index.json"
-MULTIPLES: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+MULTIPLES: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @torch.no_grad()
@@ -238,7 +238,7 @@ def files_in(path: Path, operation: str) -> list[Path]:
         try:
             if index.is_file():
                 names = set(map(str, json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ShardingError(f"{operation}: {INDEX} is damaged; get it again, or export the weights again.") from None
     else:
         names, path = {path.name}, path.parent
@@ -282,16 +282,16 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
-def size_in_bytes(size: int | str) -> int:
-    """Convert a number of bytes, or text such as "5GB", to bytes.
+def size_in_bytes(size: int | str, option: str = "export_safetensors: max_shard_size") -> int:
+    """Convert a number of bytes, or text such as "5GB", to bytes. An error begins with `option`.
 
     Raises:
         ShardingError: `size` is neither.
     """
-    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMG]i?B)\s*", size, re.IGNORECASE) if isinstance(size, str) else None
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]i?B)\s*", size, re.IGNORECASE) if isinstance(size, str) else None
     number = int(float(found[1]) * MULTIPLES[found[2].upper()]) if found else size
     if type(number) is not int or number <= 0:
-        raise ShardingError(f"export_safetensors: max_shard_size is {size!r}; give bytes, or text such as '5GB'.")
+        raise ShardingError(f"{option} is {size!r}; give bytes, or text such as '5GB'.")
     return number
 
 

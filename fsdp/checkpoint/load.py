@@ -8,6 +8,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from fsdp.checkpoint.own_values import refuse_lost_versions, seen_by
 from fsdp.checkpoint.plain_values import unpack
 from fsdp.checkpoint.progress_bar import Progress, ProgressOption
 from fsdp.checkpoint.rng import restore_random_states
-from fsdp.checkpoint.save import EMA_PART, RANDOM, RANK_MARK, Pathlike, layout_entry
+from fsdp.checkpoint.save import EMA_PART, RANDOM, RANK_MARK, Pathlike, layout_entry, refuse_kind
 from fsdp.comm.agreement import agree_on_refusals
 from fsdp.errors import ShardingError
 from fsdp.file_errors import file_errors
@@ -84,7 +85,7 @@ def load(
     meter = Progress("load", progress, comm.rank)
     shown = model_view.state_dict()
 
-    @file_errors(f"load: {path} cannot be read", Path(path or "."))
+    @file_errors(f"load: {path} cannot be read", Path(str(path)))
     def prepare() -> tuple[dcp.StoredCheckpoint, dict[str, Any], dcp.ReadPlan, IncompatibleKeys]:
         folder = _folder_at(path)
         manifest = read_manifest(folder) if (folder / NAME).exists() or not (folder / dcp.METADATA).exists() else None
@@ -99,6 +100,7 @@ def load(
         targets.update(_gradient_targets(folder, stored, model_view, left_out))
         if optimizer_view is not None:
             targets.update(_optimizer_targets(stored, manifest, optimizer_view))
+        refuse_kind("load", "ema", ema, (EMA, NoneType), "an fsdp.EMA")
         if ema is not None:
             ema.check_model(model_view)
             targets.update(_average_targets(folder, stored, ema))
@@ -153,6 +155,7 @@ def latest(folder: Pathlike, verify: bool = False) -> Path | None:
     Raises:
         ShardingError: `folder` is a file or a checkpoint, or cannot be read. Training would start anew, without a word.
     """
+    refuse_kind("latest", "folder", folder, (str, os.PathLike), "the name of a folder")
     folder = Path(folder)
     found: list[tuple[int, Path]] = []
     for path in _visible_folders(folder):
@@ -181,6 +184,7 @@ def _folder_at(path: Pathlike | None) -> Path:
             "load: the path is None, as fsdp.latest returns where no checkpoint is finished. A first start has nothing to load: "
             "`if (path := fsdp.latest(folder)) is not None: fsdp.load(path, model, optimizer)`."
         )
+    refuse_kind("load", "path", path, (str, os.PathLike), "the name of a folder")
     return Path(path)
 
 

@@ -86,7 +86,7 @@ def read_manifest(folder: Path) -> Manifest:
         body = json.loads(path.read_text(encoding="utf-8"))
         crc = body.pop("crc32")
         version = body["version"]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ShardingError(f"{path} is damaged ({type(error).__name__}); take an older checkpoint.") from None
     if version != VERSION:
         raise ShardingError(f"{path} is of format version {version}; this version of fsdp reads version {VERSION}.")

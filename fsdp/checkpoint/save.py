@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -85,15 +86,17 @@ def save(
             or a sparse tensor; the optimizer has state that belongs to no parameter; an argument is given on some ranks only;
             gradients are kept under `no_sync`; or a forward, a backward or a summon is going on. Nothing appears.
     """
-    folder = Path(path).absolute() if async_ else Path(path)  # the program may change its folder while the thread writes
     model_view = ModelView(model, "save")
     world_comm = model_view.world_comm
     meter = Progress("save", progress, world_comm.rank)
 
     def prepare() -> dict[str, bytes]:
         wait_for_last(world_comm)
-        if keep_last is not None and keep_last < 1:
-            raise ShardingError(f"save: keep_last is {keep_last}; give the number of checkpoints to keep, at least 1.")
+        refuse_kind("save", "path", path, (str, os.PathLike), "the name of a folder")
+        refuse_kind("save", "extra", extra, (Mapping, NoneType), "a dict")
+        refuse_kind("save", "ema", ema, (EMA, NoneType), "an fsdp.EMA")
+        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+            raise ShardingError(f"save: keep_last is {keep_last!r}; give the number of checkpoints to keep, at least 1.")
         model_view.refuse_sparse()
         saved_grads.refuse_kept_gradients(model_view)
         packed = {"extra": pack("save: extra", dict(extra or {}))}
@@ -106,6 +109,7 @@ def save(
 
     given = {"optimizer": optimizer is not None, "ema": ema is not None, "accumulated": accumulated, "async_": async_}
     packed, by_rank = agree_and_share(world_comm, "save", prepare, lambda packed: given)
+    folder = Path(path).absolute() if async_ else Path(path)  # the program may change its folder while the thread writes
     for name in given:
         giving = [rank for rank, one in enumerate(by_rank) if one[name]]
         if 0 < len(giving) < world_comm.size:
@@ -128,6 +132,12 @@ def save(
         return finished(folder)
     writer.stage(world_comm)
     return run_in_background(world_comm, folder, lambda: writer.finish(own_comm))
+
+
+def refuse_kind(function_name: str, name: str, value: object, kinds: tuple[type, ...], wanted: str) -> None:
+    """Raise ShardingError unless the argument `name` is of one of `kinds`."""
+    if not isinstance(value, kinds):
+        raise ShardingError(f"{function_name}: {name} is {value!r}; give {wanted}.")
 
 
 class CheckpointWriter:

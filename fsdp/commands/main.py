@@ -76,7 +76,9 @@ def run(given: argparse.Namespace) -> int:
     if not given.path.exists():
         raise ShardingError(f"{given.command}: there is no file or folder {given.path}.")
     if given.command == "convert":
-        convert(given.path, given.out, given.to, size_in_bytes(given.max_shard_size))
+        size = given.max_shard_size
+        limit = size_in_bytes(int(size) if size.isdecimal() else size, "convert: --max-shard-size")
+        convert(given.path, given.out, given.to, limit)
         print(f"wrote {given.out}")
         return 0
     for line in describe(given.path, given.tensors):

@@ -68,10 +68,12 @@ def test_it_becomes_a_file_of_torch_save_and_a_checkpoint_again(saved: Saved, tm
     assert again[2] == {"rank": 0}
 
 
-def test_it_becomes_safetensors_and_a_checkpoint_again(saved: Saved, tmp_path: Path) -> None:
+def test_it_becomes_safetensors_and_a_checkpoint_again(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("safetensors")
     path, weights, _ = saved
-    assert main(["convert", str(path), str(tmp_path / "a"), "--to", "safetensors", "--max-shard-size", "1KB"]) == 0
+    assert main(["convert", str(path), str(tmp_path / "a"), "--to", "safetensors", "--max-shard-size", "1000"]) == 0
+    assert main(["convert", str(path), str(tmp_path / "b"), "--to", "dcp", "--max-shard-size", "much"]) == 1
+    assert "convert: --max-shard-size is 'much'; give bytes" in capsys.readouterr().err
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 3
     assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "dcp"]) == 0
 

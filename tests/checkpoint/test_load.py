@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import fsdp
 from fsdp.checkpoint.dcp import StoredCheckpoint
+from fsdp.checkpoint.manifest import NAME, read_manifest
 from tests.support.models import CASES, Block, Case, Net, loss_of, make_net, own_batches, train, weights_of, wrap
 from tests.support.optimizers import OPTIMIZERS, ROWS, RowStatistics, assert_same, in_groups, trained, wrapped
 from tests.support.ranks import on_ranks
@@ -338,13 +339,25 @@ def test_a_path_that_is_another_folder_on_another_rank_is_refused(path: str, tmp
     assert not [path for path in tmp_path.rglob("*") if path.name != "disk 0"], "but for the folder around it"
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000], ids=["cut", "a list", "nested"])
+def test_a_damaged_manifest_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text(text)
+    with pytest.raises(fsdp.ShardingError, match=f"{NAME} is damaged"):
+        read_manifest(tmp_path)
+
+
 def test_what_cannot_be_saved_is_refused_and_nothing_appears(tmp_path: Path) -> None:
     def fn(rank: int) -> None:
         model = wrap(CASES["net"])
         with pytest.raises(fsdp.ShardingError, match="extra holds something that only unpickling would bring back"):
             fsdp.save(tmp_path / "a", model, extra={"thing": Path("x") if rank == 1 else 1})
-        with pytest.raises(fsdp.ShardingError, match="keep_last is 0"):
-            fsdp.save(tmp_path / "a", model, keep_last=0)
+        for wrong in ({"keep_last": 0}, {"keep_last": 2.5}, {"keep_last": True}, {"keep_last": "2"}, {"extra": 5}, {"ema": 5}):
+            ((name, value),) = wrong.items()
+            with pytest.raises(fsdp.ShardingError, match=f"save: {name} is {value!r}; give"):
+                fsdp.save(tmp_path / "a", model, **wrong)  # type: ignore[arg-type]
+        for call in (lambda: fsdp.save(None, model), lambda: fsdp.load(5, model), lambda: fsdp.latest(5)):  # type: ignore[arg-type]
+            with pytest.raises(fsdp.ShardingError, match=r"(path|folder) is (None|5); give the name of a folder"):
+                call()
         with fsdp.summon_full_params(model), pytest.raises(fsdp.ShardingError, match="save: call it outside any forward"):
             fsdp.save(tmp_path / "a", model)
 
