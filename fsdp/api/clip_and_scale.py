@@ -221,6 +221,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """Whether all stages of a pipeline skip a step together."""
         if pp_mesh is not None:
             self._comms.append(_comm_of_stages("ShardedGradScaler", model, pp_mesh))
+            if self.is_enabled():  # torch makes the scale in `scale`, which is called on the stage of the loss alone
+                self._lazy_init_scale_growth_tracker(self._found_on)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

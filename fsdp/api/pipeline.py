@@ -7,7 +7,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 from torch.optim import Optimizer
@@ -76,6 +76,8 @@ class PipelineStage(pipelining.PipelineStage):
     def clear_runtime_states(self) -> None:
         """Begin a step, without what is left of one that failed before its gradients were reduced. Called by schedules."""
         super().clear_runtime_states()
+        if self.has_backward and self._engines():
+            self._grads_before = {parameter: gradient.clone() for parameter, gradient in self._grads_outside()}
         for engine in self._engines():
             # a rank with several stages may have reduced the gradients of one when the step fails in another
             engine.begin_pipeline_step(can_repeat=self.num_stages == self.group_size)
@@ -114,17 +116,48 @@ class PipelineStage(pipelining.PipelineStage):
             return stage_backward_input(given["stage_output"], given["output_grads"], given["input_values"], weights)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce the gradients of all micro-batches, and divide them. Called by schedules. Communicates."""
+        """Reduce the gradients of all micro-batches, and divide them. Called by schedules. Communicates.
+
+        Raises:
+            ShardingError: they are to be divided and kept, under `no_sync`.
+        """
         if not self._engines():
             super().perform_reduce_grad(grad_scale_factor)
             return
-        for engine in engines_in(self.submod, "PipelineStage"):
-            engine.splits_backward = False
-            backward_without_a_loss(partial(engine.on_event, 0, Event.EXTERNAL_GRAD))
+        engines = engines_in(self.submod, "PipelineStage")
+        divides = self.has_backward and grad_scale_factor != 1
+        if divides and not all([engine.synchronises for engine in engines]):
+            raise ShardingError(
+                "PipelineStage: under no_sync the schedule would divide the gradients that earlier steps have kept once more; "
+                "give the schedule scale_grads=False, and divide the loss."
+            )
+        for engine in engines:
+            if self.has_backward:
+                engine.splits_backward = False
+                engine.reducer.divisor = grad_scale_factor
+                try:
+                    # under no_sync each unit keeps what the half of a backward has left at its unsharded parameters
+                    backward_without_a_loss(partial(_join_backward, engine))
+                finally:
+                    engine.reducer.divisor = 1
             for index in range(len(engine.units)):
                 engine.request(index, Request.RESHARD)
             engine.in_pipeline_step = False
-        self.scale_grads(grad_scale_factor)
+        for parameter, gradient in self._grads_outside() if divides else ():
+            if (before := self._grads_before.get(parameter)) is None:
+                gradient.div_(grad_scale_factor)
+            else:
+                gradient.sub_(before).div_(grad_scale_factor).add_(before)
+
+    def _grads_outside(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters that no unit has, such as those of ignored modules, with their gradients, if they have one."""
+        return [(p, p.grad) for p in self.submod.parameters() if owning_unit(p) is None and p.grad is not None]
+
+
+def _join_backward(engine: Engine) -> None:
+    """All units of the root take part in the backward that runs."""
+    for index in range(len(engine.units)):
+        engine.on_event(index, Event.EXTERNAL_GRAD)
 
 
 _staged: WeakSet[Any] = WeakSet()

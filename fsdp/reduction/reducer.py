@@ -77,6 +77,8 @@ class Reducer:
         self._stats = stats
         self.ignores_local_grads = False
         """True if the gradients of this rank are dropped, except those it accumulated earlier (`join`)."""
+        self.divisor = 1
+        """What the reduced gradients of a backward are divided by: the micro-batches of a step of a pipeline."""
         self._may_be_hooked = False
         """Whether a shard may have a hook of the user. If none has, no code of the user runs in the commits."""
         self.runs_grad_hooks = False
@@ -435,6 +437,9 @@ class Reducer:
             while oldest := self.reductions.oldest:
                 self._wait_for(oldest)
             self._stats.wait_for_reduction(self.reductions.finish)
+            for bucket in self.buckets:
+                if self.divisor != 1 and bucket.reduced is not None:
+                    bucket.reduced.div_(self.divisor)
         self.used_params.wait_all()
         self.used_params.end()
         self._queue.check(BucketEvent.COMMIT)  # all buckets or none

@@ -1,6 +1,6 @@
 """Stages whose parameters are released between the two halves of a backward: the gradients of inputs, then those of weights."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -53,6 +53,48 @@ def test_zero_bubble_trains_as_one_process(strategy: str, frozen: int) -> None:
     fsdp.simulate(4, program)
 
 
+@pytest.mark.parametrize("strategy", ["SHARD_GRADIENTS", "NO_SHARD"])
+@pytest.mark.parametrize(("keeps", "scales"), [(False, True), (True, False), (True, True)])
+def test_two_steps_are_accumulated_and_an_evaluation_changes_no_gradient(keeps: bool, scales: bool, strategy: str) -> None:
+    """Each step divides what it adds, also to gradients of ignored modules. `keeps`: the first one is under no_sync."""
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(y, target) / (1 if scales else 4)
+
+    wanted = nn.Sequential(*stages())
+    for step in range(2):
+        nn.functional.mse_loss(wanted(batch(step)), batch(step)).backward()
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        place, every, mine = mesh["pp"].get_local_rank(), stages(), []
+        numbers = (place, place + 2)
+        for number in numbers:
+            more: Any = {"sharding_strategy": strategy, "auto_wrap_policy": {nn.Linear}, "ignored_modules": [every[number][0]]}
+            fsdp.fully_shard(every[number], mesh=mesh["dp"], **more)
+            mine.append(fsdp.PipelineStage(every[number], number, 4, torch.device("cpu"), group=mesh.get_group("pp")))
+        schedule = ScheduleInterleavedZeroBubble(mine, 4, loss_fn=loss, scale_grads=scales)  # type: ignore[arg-type]
+        for step in range(2):
+            data = batch(step)
+            given: Any = [data] * (place == 0), {"target": data, "losses": []} if place else {}
+            with ExitStack() as stack:
+                for number in numbers if keeps and not step else ():
+                    stack.enter_context(fsdp.no_sync(every[number]))
+                schedule.step(*given[0], **given[1])
+        schedule.eval(*given[0], **given[1])
+        for number in numbers:
+            for name, p in every[number].named_parameters():
+                assert p.grad is not None
+                is_full = name.startswith("0.") or strategy == "NO_SHARD"
+                torch.testing.assert_close(
+                    p.grad if is_full else fsdp.full_tensor(p.grad), wanted[number].get_parameter(name).grad
+                )
+
+    refused = pytest.raises(fsdp.ShardingError, match="give the schedule scale_grads=False")
+    with refused if keeps and scales else nullcontext():
+        fsdp.simulate(4, program)
+
+
 @pytest.mark.parametrize("asks_stages", [True, False])
 def test_all_stages_skip_a_step_together_or_the_scaler_is_refused(asks_stages: bool) -> None:
     """A gradient of stage 0 overflows. Stage 1 would step, and go on with another scale."""
@@ -67,14 +109,13 @@ def test_all_stages_skip_a_step_together_or_the_scaler_is_refused(asks_stages: b
         scaler: Any = fsdp.ShardedGradScaler(module, init_scale=4.0, **more)
         schedule = Schedule1F1B(stage, 2, loss_fn=lambda y, x: scaler.scale(nn.functional.mse_loss(y, x)))
         data = batch(mesh["dp"].get_local_rank())
-        scaler.scale(torch.zeros(()))  # makes the scale
         schedule.step(*[data] * (place == 0), **({"target": data, "losses": []} if place else {}))  # type: ignore[arg-type]
         before = [fsdp.to_local(p).clone() for p in module.parameters()]
         if rank == 0:
             fsdp.to_local(module[2].weight.grad).fill_(float("inf"))
         refused = pytest.raises(fsdp.ShardingError, match="GradScaler: the optimizer steps a stage of a pipeline")
         for one in [scaler] if asks_stages else [scaler, torch.amp.GradScaler("cpu", init_scale=4.0)]:
-            one.scale(torch.zeros(()))
+            asks_stages or one.scale(torch.zeros(()))
             with nullcontext() if asks_stages else refused:
                 one.step(optimizer)
                 one.update()
