@@ -1,11 +1,13 @@
 """The data movement of simulated collectives: one operation, what each rank brings to it, and the buffers it reads and writes."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdp.autograd.frames import in_backward
 from fsdp.comm.communicator import ReduceOp
@@ -88,7 +90,7 @@ class Operation:
                 f"{name_ranks(gone)} let go of it before {self.name} was over."
             )
         else:
-            with torch.inference_mode():
+            with _apart():
                 sides[0].move(sides)
             self.pickled = [side.pickled for side in sides]
         self.moved = True
@@ -151,7 +153,7 @@ class Buffer:
         if self.released:
             raise WorldError(f"buffer of {label!r} was released before the collective was called.")
         # `.data` has a version counter of its own: as with torch.distributed, autograd does not see most collectives
-        with torch.inference_mode():
+        with _apart():
             self.flat = tensor.data.as_strided((tensor.numel(),), (1,))
             """The elements in the order of memory."""
 
@@ -165,12 +167,12 @@ class Buffer:
 
     def poison(self, start: int = 0, end: int | None = None) -> None:
         """Overwrite elements that must not be read before the data moves."""
-        with torch.inference_mode():
+        with _apart():
             self.flat[start:end].view(torch.uint8).fill_(0xFF)
 
     def keep_a_copy(self) -> None:
         """Save the input of a collective in place, whose buffer is poisoned next."""
-        with torch.inference_mode():
+        with _apart():
             self._copy = self.flat.clone()
 
     @property
@@ -179,6 +181,13 @@ class Buffer:
         if self._copy is not None and bool((self.flat.view(torch.uint8) == 0xFF).all()):
             return self._copy
         return self.flat
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Compute as a network does, which autograd and the modes of the program do not see."""
+    with torch.inference_mode(), _disable_current_modes():
+        yield
 
 
 def move_chunks(sides: Sequence[Side]) -> None:

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp
 from fsdp.comm.simulated import Call, SimulatedCommunicator, SimulatedRank, current_rank, simulate
@@ -714,6 +716,18 @@ def test_data_parallel_training_equals_one_process(size: int, seed: int) -> None
     for one, other in pairwise(ranks):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     torch.testing.assert_close(ranks[0], train(build(), batches, lambda grad: None))
+
+
+@on_ranks(2)
+def test_a_mode_of_the_program_does_not_see_the_memory_of_collectives(rank: int) -> None:
+    class Versions(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert not any(one.is_inference() for one in args if isinstance(one, Tensor))
+            return func(*args, **(kwargs or {}))
+
+    model = fsdp.fully_shard(nn.Linear(4, 4))
+    with Versions():
+        model(torch.ones(2, 4)).sum().backward()
 
 
 def test_what_a_failed_backward_leaves_is_freed_by_the_rank_and_not_at_the_end_of_its_thread() -> None:

@@ -113,7 +113,7 @@ def remedies_for(calls: Iterable[str], alone: Sequence[int] = ()) -> list[str]:
         cause = (
             f"Only {name_ranks(alone)} made a forward without gradients (an evaluation) before: make it on every rank, or pass"
         )
-        return [f"{cause} uneven_paths=True."]
+        return [f"{cause} uneven_paths=True.", "With it, call fsdp.meet(model) on every rank before calls between steps."]
     causes = {
         call: text.format(*map(_full_name, one.groups()))
         for call in calls

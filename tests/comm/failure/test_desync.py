@@ -277,6 +277,20 @@ def test_a_rank_that_has_evaluated_alone_is_the_cause(counts: tuple[int, int]) -
     assert [UNEVEN_PATHS in text for text in ranks.said.values()] == [counts == (3, 3)] * 2
 
 
+def test_an_evaluation_alone_before_a_call_between_steps_is_met_first() -> None:
+    def program(rank: int) -> None:
+        model = fsdp.fully_shard(nn.Linear(4, 4), uneven_paths=True)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            if rank == 0:
+                with torch.no_grad():
+                    model(torch.ones(2, 4))
+            fsdp.clip_grad_norm_(model, 1.0)
+
+    with pytest.raises(fsdp.WorldError, match=r"With it, call fsdp.meet\(model\) on every rank before calls between steps\."):
+        fsdp.simulate(2, program)
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("evaluates", [(0,), (0, 1), ()])
 def test_simulated_ranks_say_who_has_evaluated_alone(steps: int, evaluates: tuple[int, ...]) -> None:
