@@ -1,6 +1,7 @@
 """The options of a unit: checked once, then frozen."""
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Final, NamedTuple
@@ -74,7 +75,7 @@ class MixedPrecisionPolicy:
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ShardingError(f"mp_policy.{name} must be a floating-point torch.dtype or None, not {dtype!r}.")
         for name in ("cast_forward_inputs", "cast_root_forward_inputs", "reduce_in_shard_dtype"):
-            _check_flag(f"mp_policy.{name}", getattr(self, name))
+            check_flag(f"mp_policy.{name}", getattr(self, name))
 
     def input_dtype(self, is_root: bool) -> torch.dtype | None:
         """The dtype to which inputs of a unit's forward are cast; None if they are not."""
@@ -98,7 +99,7 @@ class OffloadPolicy:
     each copy of a gradient, and takes no memory that the system cannot swap."""
 
     def __post_init__(self) -> None:
-        _check_flag("offload_policy.pin_memory", self.pin_memory)
+        check_flag("offload_policy.pin_memory", self.pin_memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,21 +167,24 @@ class ReductionPolicy:
             optional = name != "first_bucket_mb"
             if not ((optional and number is None) or _is_positive(number)):
                 raise ShardingError(
-                    f"reduction.{name} must be a positive number{' or None' if optional else ''}, not {number!r}."
+                    f"reduction.{name} must be a positive number{' or None' if optional else ''}, not {number!r}. It is computed "
+                    "with in fp32, so it is from 1e-37 to 1e37."
                 )
-        if self.coalesce_cap_mb != 0 and not _is_positive(self.coalesce_cap_mb):
+        if not _is_number(self.coalesce_cap_mb) or not 0 <= self.coalesce_cap_mb < float("inf"):
             raise ShardingError(f"reduction.coalesce_cap_mb must be a number, 0 or more, not {self.coalesce_cap_mb!r}.")
         _check_count("reduction.streams", self.streams, "streams", 1)
-        if isinstance(self.triggers, str) or not all(isinstance(name, str) for name in self.triggers):
+        is_collection = isinstance(self.triggers, Collection) and not isinstance(self.triggers, str | torch.Tensor)
+        if not is_collection or not all(isinstance(name, str) for name in self.triggers):
             raise ShardingError(f"reduction.triggers must be names of parameters, not {self.triggers!r}.")
         object.__setattr__(self, "triggers", tuple(self.triggers))
         for name in ("at_end", "average", "deterministic", "find_unused_parameters", "static_graph"):
-            _check_flag(f"reduction.{name}", getattr(self, name))
+            check_flag(f"reduction.{name}", getattr(self, name))
         if self.find_unused_parameters and self.static_graph:
             raise ShardingError("reduction.find_unused_parameters and static_graph contradict each other; give one of them.")
 
 
-def _check_flag(name: str, value: object, or_none: bool = False) -> None:
+def check_flag(name: str, value: object, or_none: bool = False) -> None:
+    """Raise ShardingError if `value` is not True or False, nor None where `or_none` allows it."""
     if not (isinstance(value, bool) or (or_none and value is None)):
         raise ShardingError(f"{name} must be {'True, False or None' if or_none else 'True or False'}, not {value!r}.")
 
@@ -190,8 +194,12 @@ def _check_count(name: str, value: object, of: str, least: int) -> None:
         raise ShardingError(f"{name} must be a number of {of}, {least} or more, not {value!r}.")
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _is_positive(number: Any) -> bool:
-    return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < float("inf")
+    return _is_number(number) and 1e-37 <= number <= 1e37
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +282,7 @@ def make_config(
         ShardingError: an option has a wrong value, or two options contradict each other.
     """
     reshard_policy, mesh_kind, keeps_buckets = find_strategy(sharding_strategy)
-    _check_flag("reshard_after_forward", reshard_after_forward, or_none=True)
+    check_flag("reshard_after_forward", reshard_after_forward, or_none=True)
     if reshard_after_forward is True and reshard_policy is not ReshardPolicy.AFTER_FORWARD:
         raise ShardingError(
             f"reshard_after_forward=True contradicts sharding_strategy={sharding_strategy!r}, which keeps the unsharded "
@@ -283,13 +291,13 @@ def make_config(
     if reshard_after_forward is False and reshard_policy is ReshardPolicy.AFTER_FORWARD:
         reshard_policy = ReshardPolicy.AFTER_BACKWARD
     _check_count("prefetch", prefetch, "units", 0)
-    _check_flag("guard", guard, or_none=True)
+    check_flag("guard", guard, or_none=True)
     guarded = os.environ.get(GUARD_VARIABLE) == "1" if guard is None else guard
     keep_root = reshard_after_forward is not True
     reduction = ReductionPolicy() if reduction is None else reduction
     if not isinstance(reduction, ReductionPolicy):
         raise ShardingError(f"reduction must be a fsdp.ReductionPolicy, not {reduction!r}.")
-    _check_flag("uneven_paths", uneven_paths)
+    check_flag("uneven_paths", uneven_paths)
     if uneven_paths and reduction.static_graph:
         raise ShardingError("uneven_paths and reduction.static_graph contradict each other: paths may change; give one of them.")
     if uneven_paths:
@@ -300,8 +308,9 @@ def make_config(
             f"{sharding_strategy!r} a unit is gathered by all ranks or none. Some ranks only may use a parameter without it."
         )
     flags = {"broadcast_buffers": broadcast_buffers, "aligned": aligned, "plain_shards": plain_shards, "dtensors": dtensors}
+    flags["sync_module_states"] = sync_module_states
     for name, flag in flags.items():
-        _check_flag(name, flag)
+        check_flag(name, flag)
     if dtensors and plain_shards:
         raise ShardingError("dtensors and plain_shards contradict each other; give one of them.")
     if dtensors and mesh_kind is MeshKind.REPLICATE:
@@ -324,7 +333,7 @@ def make_config(
         mp_policy,
         guarded,
         prefetch,
-        bool(sync_module_states),
+        sync_module_states,
         reduction,
         broadcast_buffers,
         aligned,

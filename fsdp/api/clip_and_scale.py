@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +31,14 @@ def clip_grad_norm_(
     is then over all stages. A parameter that two stages share counts twice.
 
     Raises:
-        ShardingError: `norm_type` is not a positive number, a parameter is not sharded, a forward, backward or summon is
-            running, or gradients are kept under `no_sync` and not reduced.
+        ShardingError: `norm_type` is not a positive number, `max_norm` is no number, a parameter is not sharded, a forward,
+            backward or summon is running, or gradients are kept under `no_sync` and not reduced.
     """
-    power = _power_of(norm_type)
-    models = [model] if isinstance(model, nn.Module) else [*model]
+    power, max_norm = _power_of(norm_type), _number("max_norm", max_norm)
+    try:
+        models = [model] if isinstance(model, nn.Module) else [*model]
+    except TypeError:
+        models = []
     if not models or not all(isinstance(one, nn.Module) for one in models):
         raise ShardingError("clip_grad_norm_ takes a model, or a list of those of this rank's stages of a pipeline.")
     stages = None if pp_mesh is None else _comm_of_stages("clip_grad_norm_", models[0], pp_mesh)
@@ -111,7 +115,7 @@ def clip_norm_of_roots(model: nn.Module, max_norm: float, norm_type: float) -> T
     Raises:
         ShardingError: as `clip_grad_norm_`, except for parameters that are not sharded.
     """
-    power = _power_of(norm_type)
+    power, max_norm = _power_of(norm_type), _number("max_norm", max_norm)
     engines = engines_in(model, "clip_grad_norm_")
     _refuse_unless_reduced(engines)
     of_roots = [[p for unit in engine.units for p in unit.sharded_params] for engine in engines]
@@ -128,8 +132,16 @@ def clip_norm_of_roots(model: nn.Module, max_norm: float, norm_type: float) -> T
     return total
 
 
+def _number(name: str, value: Any) -> Any:
+    """Convert a number, as torch's function does. A tensor on a device stays there."""
+    try:
+        return value if isinstance(value, Tensor) and not value.ndim else float(value)
+    except (ArithmeticError, RuntimeError, TypeError, ValueError):
+        raise ShardingError(f"clip_grad_norm_: {name} must be a number, not {value!r}.") from None
+
+
 def _power_of(norm_type: float) -> float:
-    power = float(norm_type)
+    power = float(_number("norm_type", norm_type))
     if not power > 0:
         raise ShardingError(f"norm_type must be a positive number or inf, not {norm_type!r}.")
     return power

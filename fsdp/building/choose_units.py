@@ -327,7 +327,7 @@ def _members_of(option: str, what: str, given: Any, kind: type, single: type) ->
     """Check that an option is None or a collection of objects of a kind, and return these. `single`: the class of one alone."""
     if given is None:
         return ()
-    if not isinstance(given, Collection) or isinstance(given, str | single):
+    if not isinstance(given, Collection) or isinstance(given, str | Tensor | single):
         raise ShardingError(f"{option} must be a collection of {what}, not {given!r}.")
     for one in given:
         if not isinstance(one, kind):
@@ -378,7 +378,7 @@ def _chooser(policy: Any, root: nn.Module, ignored: Collection[int], custom: Col
         chosen = auto_units(root, ignored)
         return lambda name, module: id(module) in chosen
     classes = getattr(policy, "_module_classes", policy)  # torch's ModuleWrapPolicy
-    if isinstance(classes, Collection) and not isinstance(classes, str):
+    if isinstance(classes, Collection) and not isinstance(classes, str | Tensor):
         members = tuple(classes)
         wrong = [one for one in members if not (isinstance(one, type) and issubclass(one, nn.Module))]
         if wrong or not members:
@@ -394,7 +394,7 @@ def _chooser(policy: Any, root: nn.Module, ignored: Collection[int], custom: Col
         raise ShardingError(f"auto_wrap_policy is the class {policy.__name__}; put it in a set: {{{policy.__name__}}}.")
     if callable(policy):
         try:
-            arguments = inspect.signature(policy)
+            arguments = inspect.signature(policy.forward if isinstance(policy, nn.Module) else policy)
             as_fsdp1 = "recurse" in arguments.parameters
             if as_fsdp1:
                 arguments.bind(module=root, recurse=True, nonwrapped_numel=0)

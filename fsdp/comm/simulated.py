@@ -52,7 +52,7 @@ def simulate(world_size: int, fn: Callable[[int], T], seed: int = 0) -> list[T]:
     Each rank must build its own model: ranks that share parameters may wait for each other inside autograd, which no check sees.
 
     Raises:
-        ShardingError: the world has no rank, `fn` cannot be called, or a world is running already.
+        ShardingError: the world has no rank, `seed` is no number, `fn` cannot be called, or a world is running already.
         WorldError: the ranks called different collectives, wait for each other for ever, or released a buffer in flight.
         PeerFailed: inside `fn`, where a rank waits for one that has failed.
         BaseException: the exception of the first rank that failed, the same object, with a note that names the rank.
@@ -61,6 +61,8 @@ def simulate(world_size: int, fn: Callable[[int], T], seed: int = 0) -> list[T]:
         raise ShardingError(f"world_size is {world_size!r}; give the number of ranks, at least 1.")
     if not callable(fn):
         raise ShardingError(f"fn is {fn!r}; give a function of the rank, as in simulate(2, lambda rank: ...).")
+    if not isinstance(seed, int | float | str | bytes):
+        raise ShardingError(f"seed is {seed!r}; give a number, by which the run can be repeated.")
     if not _one_world_at_a_time.acquire(blocking=False):
         raise ShardingError("A simulated world is already running in this process; worlds neither nest nor run side by side.")
     global _world

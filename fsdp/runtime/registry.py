@@ -69,8 +69,10 @@ def units_in(model: nn.Module, function_name: str) -> list[UnitRef]:
     """The units in `model`, in the order of the modules. First, a pass that has failed is cleaned up.
 
     Raises:
-        ShardingError: there is none; or a module uses a parameter of a unit that is not in `model`.
+        ShardingError: there is none, or `model` is no module; or a module uses a parameter of a unit that is not in `model`.
     """
+    if not isinstance(model, nn.Module):
+        raise ShardingError(f"{function_name} takes a wrapped model, not an object of class {type(model).__name__}.")
     refs = list(dict.fromkeys(ref for module in model.modules() if (ref := unit_ref_of(module)) is not None))
     if not refs:
         raise ShardingError(

@@ -2,6 +2,7 @@
 
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -113,3 +114,21 @@ def test_clipping_parameters_that_are_not_sharded_is_refused(rank: int) -> None:
     model = nn.ModuleDict({"sharded": fsdp.fully_shard(nn.Linear(2, 2)), "plain": nn.Linear(2, 2)})
     with pytest.raises(fsdp.ShardingError, match=r"'plain\.weight' is not sharded"):
         fsdp.clip_grad_norm_(model, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ((5, 1.0), "takes a model, or a list of those"),
+        (("model", "x"), "max_norm must be a number, not 'x'"),
+        (("model", torch.ones(2)), "max_norm must be a number, not tensor"),
+        (("model", 1.0, "x"), "norm_type must be a number, not 'x'"),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_what_is_no_model_or_no_number_is_refused_before_the_norm(rank: int, given: Any, text: str) -> None:
+    model = fsdp.fully_shard(nn.Linear(2, 2))
+    with pytest.raises(fsdp.ShardingError, match=text):
+        fsdp.clip_grad_norm_(*(model if one == "model" else one for one in given))
+    assert "norm of gradients" not in [call.label for call in world_log()]

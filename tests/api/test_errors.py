@@ -51,6 +51,10 @@ class TestWrapping:
             ),
             ({"auto_wrap_policy": {int}}, "auto_wrap_policy must name nn.Module classes; this is not one: <class 'int'>"),
             ({"auto_wrap_policy": lambda module: True}, "must be callable as policy(name, module) -> bool, or as"),
+            ({"auto_wrap_policy": torch.tensor(1)}, "auto_wrap_policy must be 'auto', a set of module classes"),
+            ({"auto_wrap_policy": nn.Linear(2, 2)}, "must be callable as policy(name, module) -> bool, or as"),
+            ({"ignored_modules": torch.tensor(1)}, "ignored_modules must be a collection of modules"),
+            ({"sync_module_states": 1}, "sync_module_states must be True or False, not 1"),
             ({"auto_wrap_policy": {nn.ModuleList}}, "auto_wrap_policy chose 'blocks', a ModuleList, which has no forward"),
         ],
         ids=lambda value: str(value)[:40],
@@ -140,6 +144,13 @@ def test_a_unit_that_returns_its_own_parameter_is_refused(rank: int) -> None:
         model(X)
     finally:
         assert is_at_rest(model)
+
+
+@pytest.mark.parametrize("model", [[nn.Linear(2, 2)], 5, None, nn.Linear])
+@pytest.mark.parametrize("call", [lambda m: fsdp.no_sync(m).__enter__(), fsdp.stats, lambda m: fsdp.EMA(m, 0.9)])
+def test_what_is_no_model_is_refused(call: Callable[[Any], Any], model: Any) -> None:
+    with pytest.raises(fsdp.ShardingError, match="takes a wrapped model, not an object of class "):
+        call(model)
 
 
 @pytest.mark.parametrize("caller", [fsdp.no_sync, fsdp.summon_full_params], ids=["no_sync", "summon_full_params"])

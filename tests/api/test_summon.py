@@ -211,3 +211,12 @@ def test_a_unit_that_is_refused_keeps_all_from_writing(rank: int, engine: Any, r
         [*model.parameters()][2 * refused].data = torch.zeros(3, 3)
     with engine.summon_full_params(model):
         assert all(map(torch.equal, model.parameters(), before))
+
+
+@on_ranks(2)
+def test_a_flag_that_is_none_is_refused_before_anything_is_gathered(rank: int) -> None:
+    model = fsdp.fully_shard(nn.Linear(4, 4))
+    wrong: Any = torch.ones(2)
+    with pytest.raises(fsdp.ShardingError, match="writeback must be True"), fsdp.summon_full_params(model, writeback=wrong):
+        raise AssertionError("entered")
+    model(torch.ones(2, 4))

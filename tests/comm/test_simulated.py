@@ -579,6 +579,10 @@ class TestFailure:
         with pytest.raises(ShardingError, match="give the number of ranks"):
             simulate(size, lambda rank: None)
 
+    def test_a_world_needs_a_seed(self) -> None:
+        with pytest.raises(ShardingError, match="seed is None; give a number, by which the run can be repeated"):
+            simulate(1, lambda rank: None, seed=None)  # type: ignore[arg-type]
+
     def test_a_world_needs_a_function(self) -> None:
         with pytest.raises(ShardingError, match="give a function of the rank"):
             simulate(2, 3)  # type: ignore[arg-type]

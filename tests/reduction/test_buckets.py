@@ -635,6 +635,10 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "first_bucket_mb must be a positive number, not None": lambda: fsdp.ReductionPolicy(first_bucket_mb=None),
     "predivide_factor must be a positive number or None, not -1": lambda: fsdp.ReductionPolicy(predivide_factor=-1),
     "triggers must be names of parameters, not 'weight'": lambda: fsdp.ReductionPolicy(triggers="weight"),
+    "predivide_factor must be .* 1e-37 to 1e37": lambda: fsdp.ReductionPolicy(predivide_factor=1e39),
+    "predivide_factor must be .*, not 1e-40": lambda: fsdp.ReductionPolicy(predivide_factor=1e-40),
+    "triggers must be names of parameters, not 5": lambda: fsdp.ReductionPolicy(triggers=5),
+    "triggers must be names of parameters, not <generator": lambda: fsdp.ReductionPolicy(triggers=(name for name in "ab")),
     "streams must be a number of streams, 1 or more, not 0": lambda: fsdp.ReductionPolicy(streams=0),
     "deterministic must be True or False, not 1": lambda: fsdp.ReductionPolicy(deterministic=1),
     "find_unused_parameters and static_graph contradict": lambda: fsdp.ReductionPolicy(

@@ -117,7 +117,7 @@ def test_no_gather_is_larger_than_the_cap(rank: int) -> None:
     assert peak <= train(0)[2] + 6 * 2.5 * BLOCK_BYTES
 
 
-@pytest.mark.parametrize("wrong", [-1, "1", float("inf"), True])
+@pytest.mark.parametrize("wrong", [-1, "1", float("inf"), True, False])
 def test_a_wrong_cap_is_refused(wrong: Any) -> None:
     with pytest.raises(fsdp.ShardingError, match="coalesce_cap_mb must be a number, 0 or more"):
         fsdp.ReductionPolicy(coalesce_cap_mb=wrong)

@@ -12,6 +12,7 @@ from fsdp.commands.reporting.rank_trace import missing_ranks, read_traces, refus
 from fsdp.commands.reporting.report_page import write_page
 from fsdp.commands.reporting.text import lines_of
 from fsdp.commands.reporting.who import answers_in, ask, run_dir_of, table_of
+from fsdp.errors import ShardingError
 from fsdp.file_errors import file_errors
 
 
@@ -44,6 +45,8 @@ def run_trace(given: argparse.Namespace) -> int:
     traces = read_traces(given.traces)
     if given.kind == "merge":
         refuse_missing(traces)
+        if given.out.exists() and any(map(given.out.samefile, given.traces)):
+            raise ShardingError(f"merge: {given.out} is one of the traces, and would be lost; give another file as --out.")
         _write_json(given.out, merged(traces), "merge")
         print(f"wrote {given.out}")
         return 0

@@ -55,6 +55,14 @@ def test_clocks_are_aligned_by_what_no_rank_can_see_end_before_all_have_launched
     assert [(event["pid"], event["ts"], event["args"]["wait_began"]) for event in gathers] == [(0, 10e3, 10e3), (1, 10e3, 10e3)]
 
 
+def test_a_trace_is_not_overwritten_by_the_merged_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = written(tmp_path, made_up(0, 2), made_up(1, 2))
+    before = paths[0].read_bytes()
+    assert main(["trace", "merge", *map(str, paths), "-o", str(paths[0])]) != 0
+    assert "is one of the traces, and would be lost" in capsys.readouterr().err
+    assert paths[0].read_bytes() == before
+
+
 def test_a_merged_file_gives_the_same_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [str(path) for path in written(tmp_path, made_up(0, 2), made_up(1, 2, clock=7.0))]
     assert main(["trace", "merge", *paths, "-o", str(tmp_path / "all.json")]) == 0
