@@ -25,7 +25,7 @@ from torch.utils import _foreach_utils
 
 from fsdp.autograd.dynamo import uncompiled
 from fsdp.shards.dtensors import STANDS_FOR, local_of, make_dtensor
-from fsdp.shards.optimizer_state import ELEMENT_WISE_OPTIMIZERS, NUMBERS, before_step
+from fsdp.shards.optimizer_state import ELEMENT_WISE_OPTIMIZERS, NUMBERS, before_step, hook_state
 from fsdp.shards.shard_parameter import EmptyShardParameter, ShardParameter
 from fsdp.shards.shard_tensor import ShardTensor, as_shard, local_operators, quick_attributes
 
