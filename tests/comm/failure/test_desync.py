@@ -322,7 +322,8 @@ def evaluate(model: nn.Module) -> None:
 
 
 ALONE: dict[str, tuple[Callable[[nn.Module], object], str]] = {
-    "reads full parameters": (lambda model: fsdp.full_state_dict(model), "Every rank must read or load the full state."),
+    "reads full parameters": (lambda model: [*fsdp.iter_full_params(model)], "Every rank must read or load the full state."),
+    "makes a full state": (lambda model: fsdp.full_state_dict(model), "Every rank must call fsdp.full_state_dict."),
     "reads a value": (lambda model: model[0].weight.sum(), "Every rank must ask for the sum of 0.weight."),  # type: ignore[index]
     "takes the norm": (lambda model: fsdp.clip_grad_norm_(model, 1.0), "Every rank must ask for the norm of gradients."),
     "evaluates": (evaluate, "Every rank must begin an evaluation, or call model.module there."),
