@@ -111,10 +111,12 @@ def iter_full_params(
     buffer lives as long as any of these views: keep copies. Communicates while it runs: every rank must exhaust it.
 
     Raises:
-        ShardingError: inside a forward, a backward or a summon, or `bucket_bytes` is not above 0.
+        ShardingError: inside a forward, a backward or a summon; `bucket_bytes` is not above 0, or `dtype` is none.
     """
-    if bucket_bytes <= 0:
-        raise ShardingError(f"iter_full_params: bucket_bytes is {bucket_bytes}; give a number above 0.")
+    if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
+        raise ShardingError(f"iter_full_params: bucket_bytes is {bucket_bytes!r}; give a number above 0.")
+    if not isinstance(dtype, torch.dtype | None):
+        raise ShardingError(f"iter_full_params: dtype is {dtype!r}; give a torch.dtype, or None.")
     model_view = ModelView(model, "iter_full_params")
     # parameters of ignored modules, which every rank has in full
     for parameter in model.parameters():

@@ -158,10 +158,12 @@ class TestIterFullParams:
         largest = max(p.numel() * 4 for p in make_net().parameters())
         assert max(sizes) == largest > 256
 
+    @pytest.mark.parametrize("given", [{"bucket_bytes": 0}, {"bucket_bytes": "all"}, {"dtype": "meta"}])
     @on_ranks(1)
-    def test_no_bytes_are_refused(self, rank: int) -> None:
-        with pytest.raises(fsdp.ShardingError, match="bucket_bytes is 0"):
-            next(fsdp.iter_full_params(wrap(CASES["net"]), bucket_bytes=0))
+    def test_no_bytes_and_no_dtype_are_refused(self, rank: int, given: dict[str, Any]) -> None:
+        ((name, value),) = given.items()
+        with pytest.raises(fsdp.ShardingError, match=f"{name} is {value!r}"):
+            next(fsdp.iter_full_params(wrap(CASES["net"]), **given))
 
 
 class TestLoading:
