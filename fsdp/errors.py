@@ -10,8 +10,8 @@ EVERY_RANK: Final = "Every rank must call it."
 FEWER_BATCHES: Final = "If a rank has fewer batches than the others, train inside fsdp.join."
 """The remedy for a rank that has left the training loop before the others."""
 UNEVEN_PATHS: Final = (
-    "If some ranks leave out or repeat units that others use, or give a unit inputs that need a gradient where others give it such "
-    "that need none, pass uneven_paths=True."
+    "If some ranks leave out or repeat units that others use, or give a unit inputs that need a gradient where others give it "
+    "such that need none, pass uneven_paths=True."
 )
 """The remedy for ranks that go different ways through the units of a model."""
 NO_SYNC: Final = "If gradients are accumulated, enter no_sync on every rank, for the same backwards."

@@ -160,10 +160,10 @@ class TestIterFullParams:
 
     @pytest.mark.parametrize("given", [{"bucket_bytes": 0}, {"bucket_bytes": "all"}, {"dtype": "meta"}])
     @on_ranks(1)
-    def test_no_bytes_and_no_dtype_are_refused(self, rank: int, given: dict[str, Any]) -> None:
+    def test_no_bytes_and_no_dtype_are_refused(self, rank: int, given: dict[str, object]) -> None:
         ((name, value),) = given.items()
         with pytest.raises(fsdp.ShardingError, match=f"{name} is {value!r}"):
-            next(fsdp.iter_full_params(wrap(CASES["net"]), **given))
+            next(fsdp.iter_full_params(wrap(CASES["net"]), **given))  # type: ignore[arg-type]
 
 
 class TestLoading:
