@@ -141,9 +141,9 @@ def _on_shards(method: Callable[..., Any]) -> Callable[..., Any]:
     """`method` of an optimizer. Its state was made shards before: Adagrad makes state without a step."""
 
     @wraps(method)
-    def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        hook_state(optimizer)
-        return method(optimizer, *args, **kwargs)
+    def run(self: Optimizer, *args: Any, **kwargs: Any) -> Any:  # torch's functions give `self` by its name
+        hook_state(self)
+        return method(self, *args, **kwargs)
 
     return run
 

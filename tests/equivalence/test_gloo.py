@@ -277,7 +277,7 @@ DISAGREEMENTS = {
     "swapped order, in the first step": SWAPPED,
     "other branch by shape": BRANCHES,
     # who saves is in no unit
-    "one more batch, while the others save": (("broadcast('Net'", "all_gather('Net'"), ("", "Net")),
+    "one more batch, while the others save": (("gather_objects('full_state_dict'", "all_gather('Net'"), ("", "Net")),
 }
 """The two calls, and the units in which the others and rank 1 wait."""
 ENDS = "one more batch, and the others end"
