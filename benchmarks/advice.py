@@ -117,10 +117,7 @@ def run(options: dict[str, Any], settings: Settings, traced: Path | None = None)
 
 def _alone(document: dict[str, Any]) -> dict[str, Any]:
     """The trace of a job with one rank: the other ranks of a simulated link exist in name only."""
-    events = [
-        {**one, "args": {**one["args"], "ranks": 1}} if one.get("cat") == "collective" else one for one in document["traceEvents"]
-    ]
-    return {**document, "fsdp": {**document["fsdp"], "world_size": 1}, "traceEvents": events}
+    return {**document, "fsdp": {**document["fsdp"], "world_size": 1}}
 
 
 def advice_for(options: dict[str, Any], settings: Settings) -> list[Advice]:

@@ -81,7 +81,8 @@ def _candidates(
         yield "sharding_strategy='SHARD_GRAD_OP'", reason, cost, _changed(ranks, without_second_gather)
     count = typical.collectives.get("reduce_scatter", 0)
     largest = max((one.received for one in ranks[0].operations if one.kind == "reduce_scatter"), default=0)
-    shards = max((one.args["ranks"] for one in traces[0].collectives if one.args["collective"] == "reduce_scatter"), default=1)
+    sharing = [one.args["ranks"] for one in traces[0].collectives if one.args["collective"] == "reduce_scatter"]
+    shards = min([traces[0].world_size, *sharing])
     for cap in CAPS_MB:
         received = cap * 2**20 * (shards - 1) / shards
         if count > 1 and received > largest:
