@@ -41,19 +41,17 @@ from fsdp.autograd.cast import Cast
 from fsdp.autograd.pytree import tensors_in
 
 Endpoints = Sequence[weakref.ref[Tensor]]
-Captured = tuple[weakref.ref[Tensor], Node | None]
-"""A tensor that a hook of the user saw in a forward, and the node behind it then."""
-_is_made: Final = attrgetter("next_functions")
-"""True for a node inside a graph; false for that of a leaf, which accumulates a gradient."""
-_next_node: Final = torch._C._autograd._get_sequence_nr
+_NEXT_FUNCTIONS: Final = attrgetter("next_functions")
+_next_number: Final = torch._C._autograd._get_sequence_nr
+"""The number that this thread gives to the next node. Autograd runs nodes of high numbers first; each thread counts its own."""
 
 
 class ForwardCall:
     """One forward of one unit, while it runs."""
 
     __slots__ = (
-        *("_first_node", "carried", "cast", "gradients", "guard", "handled", "input_nodes", "nested", "path", "records"),
-        *("refused", "taken", "unit"),
+        *("_first_number", "captured", "cast", "entries", "gradients", "guard", "handled", "input_nodes", "nested", "path"),
+        *("records", "refused", "taken", "unit"),
     )
 
     def __init__(self, unit: int, recompute: bool, inputs: Sequence[Tensor], innermost: bool, versions: int) -> None:
@@ -61,12 +59,11 @@ class ForwardCall:
         """The number of the unit in its root."""
         self.input_nodes = tuple(dict.fromkeys([tensor.grad_fn or get_gradient_edge(tensor).node for tensor in inputs]))
         """The distinct nodes behind the inputs. For a leaf it is the node that accumulates its gradient."""
-        self._first_node = _next_node()
-        """Nodes that this thread makes from now on have this number, or a higher one. Autograd runs high numbers first."""
-        # Autograd can leave a unit with inner units through any of those, so its inputs say nothing. Another thread has numbers
-        # of its own: autograd may run a node of it before those of the unit.
-        is_followed = innermost and not any([_is_made(node) and not self.is_after(node) for node in self.input_nodes])
-        self.path = BackwardPath(recompute, versions, inputs, self.input_nodes if is_followed else ())
+        self._first_number = _next_number()
+        # Autograd can leave a unit with inner units through any of those, so its inputs say nothing. It may run a node of another
+        # thread before those of the unit.
+        is_late = any([_is_late(node, self._first_number) for node in self.input_nodes])
+        self.path = BackwardPath(recompute, versions, inputs, () if is_late or not innermost else self.input_nodes)
         self.handled = sys.exc_info()[1]
         """The exception that was being handled when the call began. The call did not raise it."""
         self.guard: Any = None
@@ -75,8 +72,10 @@ class ForwardCall:
         """What has cast the arguments of this call."""
         self.records = torch.is_grad_enabled()
         """Whether the call makes a graph. It does not in a reentrant checkpoint, which gives its outputs a graph at its end."""
-        self.carried: list[Captured] = []
-        """Tensors that the user's hooks had captured in an enclosing call before this one began."""
+        self.captured: list[weakref.ref[Tensor]] = []
+        """What modules with hooks of the user have returned."""
+        self.entries: list[weakref.ref[NodePrehook]] = []
+        """The hooks on nodes that hooks of the user saw, through which a backward can enter the call."""
         self.taken: list[tuple[Tensor, Tensor, str]] = []
         """Views into shards, each with its values from before an in-place update of this call was written back, and a name."""
         self.gradients: Sequence[Tensor | None] = ()
@@ -86,15 +85,19 @@ class ForwardCall:
         self.nested = False
         """Whether it is called inside the unit's own forward, by recursion or by a method registered as a forward."""
 
-    def is_after(self, node: Node) -> bool:
-        """Whether autograd runs `node` after those of the call: this thread has made it earlier."""
-        return node._sequence_nr() < self._first_node
+    def may_be_earlier(self, node: Node) -> bool:
+        """Whether `node` may have been there before the call: this thread made it before, or another thread has."""
+        return node._sequence_nr() < self._first_number
+
+    def has_made(self, tensor: Tensor) -> bool:
+        """Whether the call has made the node behind `tensor`."""
+        return (node := node_behind(tensor)) is not None and not self.may_be_earlier(node)
 
     def nest_in(self, outer: "ForwardCall") -> None:
         """Become a part of `outer`: both have one path, and gradients of the inputs of either may be computed."""
         self.nested = True
         outer.path.endpoints += self.path.endpoints
-        self.path = outer.path
+        self.path, self.captured, self.entries = outer.path, outer.captured, outer.entries
 
     def discard(self) -> None:
         """End the guard and drop all references to the graph, because the call will not end."""
@@ -130,13 +133,13 @@ class BackwardPath:
         """Of the shards it computes with, also if the gather has taken over data of the user, and what it changes in them."""
         self.endpoints = [*map(weakref.ref, inputs)]
         """The inputs of the call and, once it has returned, its outputs. `autograd.grad` may compute gradients of these."""
-        self.enclosing: Sequence[tuple[Any, BackwardPath]] = ()
-        """For each call around this one: the hooks of its unit, and its path."""
+        self.enclosing: Sequence[tuple[Any, BackwardPath]] | None = None
+        """For each call around this one: the hooks of its unit, and its path. None until the call has returned."""
         self.has_grad_inputs = bool(inputs)
         """Whether an input requires grad, so that a backward may continue beyond the call."""
         self.input_nodes = input_nodes
         """The nodes through which autograd leaves the call. Empty if no input requires grad or the unit has inner units."""
-        self.inputs_are_interior = bool(input_nodes) and all(map(_is_made, input_nodes))
+        self.inputs_are_interior = bool(input_nodes) and all(map(_NEXT_FUNCTIONS, input_nodes))
         """Whether a node inside the graph made each input. The gradient of a leaf may be accumulated at any time."""
         self.entered_in = 0
         """The number of the last backward that entered the call, maybe through a side output of an inner unit."""
@@ -189,7 +192,7 @@ class Visit:
 
     __slots__ = (
         *("_open_calls", "_paths", "_via_second_graph", "_visited", "backward", "endpoint_handles", "entered"),
-        *("has_grad", "lost_act", "tasks"),
+        *("has_grad", "latest", "lost_act", "tasks"),
     )
 
     def __init__(self, visited: "set[Visit]") -> None:
@@ -205,6 +208,8 @@ class Visit:
         """Whether this backward has reached the unit through nodes that an earlier backward made."""
         self.has_grad = False
         """Whether a gradient has arrived that is neither reduced nor accumulated yet."""
+        self.latest: BackwardPath | None = None
+        """The path of the latest call that may be entered where nothing else keeps it, until the end of the next backward."""
         self._open_calls = 0
         """Calls that this backward has entered and not left."""
         self.lost_act: Exception | None = None
@@ -219,7 +224,7 @@ class Visit:
         self.backward += 1
         self.entered = self._via_second_graph = self.has_grad = False
         self._open_calls = 0
-        self.lost_act = None
+        self.lost_act = self.latest = None
         self.tasks.clear()
         for handle in self.endpoint_handles.values():
             handle.remove()
@@ -308,7 +313,7 @@ class NodePrehook:
 
     KEY: ClassVar = "fsdp"
 
-    __slots__ = ("leaves", "reaches", "watched_by")
+    __slots__ = ("__weakref__", "leaves", "reaches", "watched_by")
 
     def __init__(self) -> None:
         self.watched_by: set[int] = set()
@@ -355,6 +360,24 @@ def grad_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tenso
     if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
         return args if args[0].requires_grad else ()
     return [tensor for tensor in (*tensors_in(args), *tensors_in(kwargs)) if tensor.requires_grad]
+
+
+def of_this_thread(args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> tuple[Any, Any] | None:
+    """The arguments with a view of each of `inputs` that another thread may have computed; None if there is none.
+
+    The node of the view is this thread's, so autograd runs it after those that the call makes, on every rank.
+    """
+    now = _next_number()
+    late = {id(tensor) for tensor in inputs if tensor.grad_fn is not None and _is_late(tensor.grad_fn, now)}
+    if not late:
+        return None
+    views = [one.view_as(one) if id(one) in late else one for one in (*args, *kwargs.values())]
+    return tuple(views[: len(args)]), dict(zip(kwargs, views[len(args) :], strict=True))
+
+
+def _is_late(node: Node, now: int) -> bool:
+    """Whether another thread has made `node`, by its number. That of a leaf has the highest one."""
+    return node._sequence_nr() >= now and bool(node.next_functions)
 
 
 def is_batched(tensor: Tensor) -> bool:

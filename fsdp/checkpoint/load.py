@@ -83,7 +83,13 @@ def load(
     comm = model_view.world_comm
     optimizer_view = None if optimizer is None else OptimizerView(model_view, optimizer, f"load {path}")
     meter = Progress("load", progress, comm.rank)
-    shown = model_view.state_dict()
+    shown: dict[str, Any] = {}
+
+    def show() -> None:  # hooks of the user's may fail
+        nonlocal shown
+        shown = model_view.state_dict()
+
+    agree_on_refusals(comm, f"load {path}", show)
 
     @file_errors(f"load: {path} cannot be read", Path(str(path)))
     def prepare() -> tuple[dcp.StoredCheckpoint, dict[str, Any], dcp.ReadPlan, IncompatibleKeys]:
@@ -126,7 +132,7 @@ def load(
         meter.end(finished=False)
         raise
     found = stored.nested({**values, **loaded})
-    model_view.set_state(found["model"])
+    model_view.set_state(found["model"], shown, strict)
     if optimizer_view is not None:
         given = found["optimizer"]
         # as the optimizer keeps it: local tensors, under its own keys

@@ -126,10 +126,10 @@ def gather_param(
     return value
 
 
-def local_param(flat: FlatBuffer, index: int, factor: float, on_external_grad: Callable[[], None]) -> Tensor:
+def local_param(flat: FlatBuffer, index: int, factor: Callable[[], float], on_external_grad: Callable[[], None]) -> Tensor:
     """This rank's part of one parameter, differentiable. Shares the memory of the shard.
 
-    `factor`: by what its gradient is multiplied, because other ranks have none for this part.
+    `factor` gives, in the backward, by what its gradient is multiplied, because other ranks have none for this part.
 
     For autograd, a shard in host memory is copied to the device: a backward computes there in the order of the program, and
     beside it, in another thread, what is on the host.
@@ -167,17 +167,18 @@ class LocalShard(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, unsharded: nn.Parameter, shard: Tensor, placement: Placement, factor: float, on_external_grad: Callable[[], Any]
+        ctx: Any, unsharded: nn.Parameter, shard: Tensor, placement: Placement, factor: Any, on_external_grad: Callable[[], None]
     ) -> Tensor:
         ctx.on_external_grad, ctx.placement, ctx.factor = on_external_grad, placement, factor
         return shard.view_as(shard)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        factor = ctx.factor()
         ctx.on_external_grad()
         placement, part = ctx.placement, ctx.placement.part
         full = gradient.new_zeros(placement.extent.shape)
-        full.view(-1)[part.first : part.first + part.numel] = placement.stored(gradient).reshape(-1) * ctx.factor
+        full.view(-1)[part.first : part.first + part.numel] = placement.stored(gradient).reshape(-1) * factor
         return placement.unsharded(placement.shown(full)), None, None, None, None
 
 
@@ -237,7 +238,8 @@ class ReadCopies:
             if one.is_changed():
                 raise ShardingError(
                     f"parameter {one.name!r} was read in a forward outside its unit {unit!r} and changed there in place, which "
-                    "reaches a copy only; change it in the forward of its unit, or between forwards."
+                    "reaches a copy only; change the parameter itself, in the forward of its unit or between forwards, or clone "
+                    "what was read."
                 )
         self._watched = [one for one in watched if one.is_alive()]
 

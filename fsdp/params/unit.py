@@ -359,8 +359,11 @@ class Unit:
         Raises:
             ShardingError: the data does not fit, a module shows another parameter, or a copy was changed in place.
         """
-        self.refuse_put_away()
         self._read_copies.check(self.name)
+        return self._check_shards()
+
+    def _check_shards(self) -> bool:
+        self.refuse_put_away()
         if touches.count != self._touches:
             self._refuse_put_in()
         return self.follow_replaced()
@@ -442,12 +445,12 @@ class Unit:
             raise ShardingError("to_local: full parameters cannot be trained; leave summon_full_params first.")
         self.check_shards()
         self.sync_requires_grad()
-        factor = self.observer.factor_of_part()
+        factor = self.observer.factor_of_part
         return self._used_outside(local_param(*self._locate(self._indices[id(parameter)]), factor, self._on_external_grad))
 
     def _gather_param(self, index: int, dtype: torch.dtype, copies: GatheredCopies | None = None) -> Tensor:
         self.refuse_forked()
-        self.check_shards()
+        self._check_shards()  # copies are looked at between forwards: there may be many of them in one
         self.sync_requires_grad()
         flat, place = self._locate(index)
         if self.before_copy is not None and (copies is None or flat not in copies):
@@ -540,6 +543,7 @@ class Unit:
 
     def refuse_changed(self) -> None:
         """Raise ShardingError at the end of a forward if the weights were changed while it ran, as by a step in a hook."""
+        self._read_copies.check(self.name)
         if self._open and self.versions.is_copy_of_earlier:
             raise ShardingError(
                 f"parameters of unit {self.name!r} were changed while its forward ran, which has computed with what they were "

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -74,36 +73,67 @@ class BackwardHooks(RefuseCopy, UnitObserver):
         self,
         call: ForwardCall,
         outputs: Sequence[Tensor],
-        captured: Sequence[Node],
+        side_outputs: Sequence[Tensor],
         around: "Sequence[tuple[BackwardHooks, BackwardPath]]",
     ) -> None:
-        """Put a pre-backward hook on every node behind the outputs of a call that has just returned.
+        """Put a pre-backward hook on every node behind what a call that has just returned gives, and leaves behind.
 
-        `captured`: the nodes behind what hooks saw in the call. `around`: for each call around it, the hooks of its unit, and its
-        path.
+        `around`: for each call around it, the hooks of its unit, and its path.
         """
         path = call.path
-        # an input that is returned unchanged has no node of the unit behind it
-        found = chain(map(node_behind, outputs), captured)
-        nodes = {node: None for node in found if node is not None and node not in call.input_nodes}
-        path.endpoints += map(weakref.ref, outputs)
+        for output in outputs:
+            # an input that is returned unchanged has no node of the unit behind it
+            if (node := node_behind(output)) is not None and node not in call.input_nodes:
+                self.enter_at(node, path)
+                if output._backward_hooks:
+                    self._enter_before_hooks_of(output, path)
+        for output in side_outputs:
+            self.enter_side(output, call)
+        path.endpoints += map(weakref.ref, (*outputs, *side_outputs))
         path.enclosing = around
         self.visit.add_path(path, self._engine.pending_backward.add_graph())
-        for node in nodes:
-            prehook = NodePrehook.of(node)
-            prehook.watched_by.add(id(self))
-            prehook.reaches.append(partial(self._pre_backward, path))
         for node in call.input_nodes:
             NodePrehook.of(node).leave(path, self._on_input_grad)
-        for output in outputs:
-            if output._backward_hooks and node_behind(output) in nodes:
-                self._enter_before_hooks_of(output, path)
+
+    def enter_at(self, node: Node, path: BackwardPath) -> NodePrehook:
+        """Enter a call when autograd reaches `node`, which the call has made. Return the hook of the node."""
+        prehook = NodePrehook.of(node)
+        prehook.watched_by.add(id(self))
+        # the path is compared by identity
+        if not any([getattr(reach, "args", None) == (path,) for reach in prehook.reaches]):
+            prehook.reaches.append(partial(self._pre_backward, path))
+        return prehook
+
+    def enter_side(self, tensor: Tensor, call: ForwardCall) -> None:
+        """Enter `call` when autograd reaches the node behind `tensor`, which hooks of the user saw, or which is an attribute.
+
+        A node that was there before the call would keep the call's graph alive. So it knows the path weakly. It may be one of
+        another thread that the call has made after all: then the next backward finds the path.
+        """
+        node = node_behind(tensor)
+        if node is None or node in call.input_nodes:
+            return
+        if not call.may_be_earlier(node):
+            call.entries.append(weakref.ref(self.enter_at(node, call.path)))
+        elif not self.watches(node):
+            NodePrehook.of(node).reaches.append(partial(self._pre_backward_if_alive, weakref.ref(call.path)))
+            self.visit.latest = call.path
+
+    def _pre_backward_if_alive(self, path: "weakref.ref[BackwardPath]", gradients: Sequence[Tensor | None]) -> None:
+        if (alive := path()) is not None:
+            self._pre_backward(alive, gradients)
 
     def _enter_before_hooks_of(self, output: Tensor, path: BackwardPath) -> None:
         """Enter before the hooks that the forward has set on an output: autograd runs those before the hooks of its node."""
+
+        def enter(gradient: Tensor) -> None:
+            # they run also where autograd only computes the gradient of the output, and runs no node of the unit
+            if any([_runs(node) for node, _ in torch._C._current_autograd_node().next_functions if node is not None]):
+                self._pre_backward(path, (gradient,))
+
         hooks: Any = output._backward_hooks
         others = dict(hooks)
-        handle: Any = output.register_hook(lambda gradient: self._pre_backward(path, (gradient,)))  # type: ignore[no-untyped-call]
+        handle: Any = output.register_hook(enter)  # type: ignore[no-untyped-call]
         first = hooks.pop(handle.id)
         hooks.clear()
         hooks.update({handle.id: first, **others})
@@ -115,6 +145,8 @@ class BackwardHooks(RefuseCopy, UnitObserver):
     # entering and leaving -----------------------------------------------------------------
 
     def _pre_backward(self, path: BackwardPath, gradients: Sequence[Tensor | None]) -> None:
+        if path.enclosing is None:
+            return  # a backward inside the forward
         for hooks, around in path.enclosing:
             if around.entered_in != hooks.visit.backward:
                 hooks.enter_from_inner_unit(around, path.has_grad_inputs)
@@ -342,6 +374,14 @@ class AccumulateGradChecks:
                     "or use p.register_hook or p.register_post_accumulate_grad_hook."
                 )
         self._is_checked = True
+
+
+def _runs(node: Node) -> bool:
+    """Whether this backward runs `node`. False for a leaf under `autograd.grad`, of which the engine does not say it."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
 
 
 def _keeps_accumulator(shard: nn.Parameter) -> bool:

@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from os import getpid
 from typing import Any, Final
@@ -17,7 +17,7 @@ from fsdp.autograd.cast import Cast
 from fsdp.autograd.dynamo import uncompiled
 from fsdp.autograd.frames import in_backward, times_running
 from fsdp.autograd.pytree import Attributes, modules_within, tensors_in
-from fsdp.autograd.visits import Captured, ForwardCall, grad_inputs, node_behind
+from fsdp.autograd.visits import ForwardCall, grad_inputs, of_this_thread
 from fsdp.debug.guard import Guard
 from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
@@ -31,8 +31,7 @@ from state_machine import Event
 _CONTAINERS: Final = frozenset({list, dict, defaultdict, OrderedDict, deque})
 """The classes of attributes that are searched for tensors."""
 _OF_ALL_MODULES: Final = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
-_STYLES: Final = "torch.distributed.tensor"
-"""The package whose hooks convert tensors for tensor parallelism, and keep none."""
+_NONE: Final[dict[int, Any]] = {}
 
 
 class EngineHooks:
@@ -82,7 +81,8 @@ class ForwardHooks(RefuseCopy):
         self._process = getpid()
         self._calls: list[ForwardCall] = []
         members = self._unit.modules
-        self._side_outputs = SideOutputs(members, [one for module in members for one in modules_within(module, modules_of_units)])
+        own_modules = [one for module in members for one in modules_within(module, modules_of_units)]
+        self._side_outputs = SideOutputs(members, own_modules, self._see)
         self._accumulate_grad_checks = AccumulateGradChecks(self._unit)
         self._handles: list[RemovableHandle] = []
         for module in members:
@@ -118,6 +118,10 @@ class ForwardHooks(RefuseCopy):
             self._unit.refuse_forked()
         inputs = grad_inputs(args, kwargs) if torch.is_grad_enabled() else ()
         recompute = in_backward() and not in_grad_hook()
+        given = None if recompute else of_this_thread(args, kwargs, inputs)
+        if given is not None:
+            args, kwargs = given
+            inputs = grad_inputs(args, kwargs)
         call = ForwardCall(self._index, recompute, inputs, self._innermost, self._unit.versions.forward_begins())
         if self._calls and not call.path.recompute and self._is_nested(call):
             call.nest_in(self._calls[-1])
@@ -127,7 +131,7 @@ class ForwardHooks(RefuseCopy):
         if not call.nested:  # a nested call is a part of the call around it
             if torch._C._are_functorch_transforms_active():
                 refuse_transforms(self._unit.name)
-            call.carried = self._side_outputs.begin()
+            self._side_outputs.begin()
             if call.path.recompute:
                 self._passes.pre_recompute(call)
             else:
@@ -144,7 +148,7 @@ class ForwardHooks(RefuseCopy):
             if self._unit.config.guard and not call.nested:
                 call.guard = Guard(self._unit)
         if (dtype := self._input_dtype) is None or not unsharded:
-            return None
+            return given
         call.cast = Cast(dtype)
         return call.cast(args), call.cast(kwargs)
 
@@ -168,7 +172,6 @@ class ForwardHooks(RefuseCopy):
             self._end_returned(call, output)
         finally:
             self._calls.pop()
-            self._side_outputs.captured = call.carried
             if call.path.recompute:
                 self._passes.leave_recompute(call)
         policy = self._unit.config.mp_policy
@@ -185,18 +188,19 @@ class ForwardHooks(RefuseCopy):
                 call.path.versions += self._unit.write_back_inplace()
                 self._unit.refuse_changed()
             self._unit.refuse_lost_acts(call.gradients)
-            outputs = self._find_outputs(call, output)
-            captured = [node for _, node in self._side_outputs.captured if node is not None and not call.is_after(node)]
+            outputs, side_outputs = self._find_outputs(call, output)
         except BaseException as failure:
             self._fail(call, failure)
             raise
+        side = side_outputs if call.records else [one for one in side_outputs if call.has_made(one)]
+        is_entered = bool(outputs or side) or any([reference() is not None for reference in call.entries])
         if call.path.recompute:
             self._engine.on_event(self._index, Event.POST_RECOMPUTE)
         else:
-            self._passes.post_forward(call, Event.POST_FORWARD if outputs or captured else Event.POST_FORWARD_NO_GRAD)
-        if call.path.recompute or outputs or captured:
+            self._passes.post_forward(call, Event.POST_FORWARD if is_entered else Event.POST_FORWARD_NO_GRAD)
+        if call.path.recompute or is_entered:
             around = [(one._backward, one._calls[-1].path) for one in self._enclosing if one._calls]
-            self._backward.hook_outputs(call, outputs, captured, around)
+            self._backward.hook_outputs(call, outputs, side_outputs, around)
 
     def _end_failed(self, call: ForwardCall, failure: BaseException) -> None:
         """An exception leaves a call. torch can stop a recompute early by one, in whose place no other can be raised."""
@@ -238,29 +242,39 @@ class ForwardHooks(RefuseCopy):
         self._engine.clean_up_dead_forward(self._index)
         return False
 
-    def _is_earlier(self, call: ForwardCall, attribute: Tensor) -> bool:
-        """Whether the node behind an attribute was there before the call."""
-        node = node_behind(attribute)
-        return node is not None and (call.is_after(node) or self._backward.watches(node))
+    def _find_outputs(self, call: ForwardCall, output: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """What the call returned, and what it left behind, through which a backward can enter it.
 
-    def _find_outputs(self, call: ForwardCall, output: Any) -> list[Tensor]:
-        """The tensors through which a backward can enter the call. Refuse the parameters of the unit among them."""
+        Refuse the parameters of the unit among them.
+        """
         keys = self._unit.keys
-        left = [output] if isinstance(output, Tensor) else list(tensors_in(output))
-        left += [one for one in self._side_outputs.attributes() if not self._is_earlier(call, one)]
-        for tensor in left:
+        returned = [output] if isinstance(output, Tensor) else list(tensors_in(output))
+        left = self._side_outputs.attributes()
+        for tensor in (*returned, *left):
             if storage_key(tensor) in keys:
                 raise ShardingError(
                     f"unit {self._unit.name!r} returns one of its own parameters (or a view of one), whose memory is "
                     "freed after the forward; return a copy instead (`weight.clone()`), or compute with it inside the unit."
                 )
-        left += [seen for reference, _ in self._side_outputs.captured if (seen := reference()) is not None]
+        left += [seen for reference in call.captured if (seen := reference()) is not None]
         if not call.records:
             enclosing = [one for one in self._enclosing if one._calls]
             # in a reentrant checkpoint, whose outputs require grad only when it is over
             for hooks in enclosing[-1:] if any(one._calls[-1].records for one in enclosing) else ():
-                hooks._side_outputs.adopt([tensor for tensor in left if not tensor.requires_grad])
-        return [tensor for tensor in left if tensor.requires_grad]
+                hooks._calls[-1].captured += [weakref.ref(tensor) for tensor in (*returned, *left) if not tensor.requires_grad]
+        return [tensor for tensor in returned if tensor.requires_grad], [tensor for tensor in left if tensor.grad_fn is not None]
+
+    def _see(self, seen: Any, output: Any) -> None:
+        """A module inside has ended its forward, and hooks of the user have seen its arguments `seen` and its output."""
+        if not self._calls:
+            return  # in a recompute of a part of the unit, or called by itself
+        call = self._calls[-1]
+        # `requires_grad` is read when the forward ends, because a reentrant checkpoint sets it on its outputs only afterwards
+        call.captured += [weakref.ref(tensor) for tensor in tensors_in(output)]
+        # in a compiled unit, intermediate results have no nodes, and a reference makes them outputs of the graph
+        if not torch.compiler.is_compiling():
+            for tensor in tensors_in((seen, output)):
+                self._backward.enter_side(tensor, call)
 
 
 class SideOutputs:
@@ -269,47 +283,41 @@ class SideOutputs:
     They are attributes of its modules, such as a balancing loss, and what hooks capture, or compute from what they see.
     """
 
-    __slots__ = ("_attributes", "_handles", "_hooked", "_hooks", "_inner", "_looked_at", "captured")
+    __slots__ = ("_attributes", "_handles", "_hooks", "_inner", "_looked_at", "_see")
 
-    def __init__(self, members: Sequence[nn.Module], own_modules: Sequence[nn.Module]) -> None:
+    def __init__(self, members: Sequence[nn.Module], own_modules: Sequence[nn.Module], see: Callable[[Any, Any], None]) -> None:
+        """`see` is called with what a module inside was given, and what it returned, if a hook of the user's saw that."""
         self._attributes = [Attributes(one) for one in own_modules]
         inner = [one for one in own_modules if all(one is not module for module in members)]
         self._inner = [*map(weakref.ref, inner)]
         self._hooks = [weakref.ref(hooks) for one in inner for hooks in (one._forward_pre_hooks, one._forward_hooks)]
-        self._looked_at: list[int] = []
-        """The last hook in each of these dicts, and of all modules, when they were last looked at."""
-        self._hooked: set[int] = set()
-        self.captured: list[Captured] = []
-        """What hooks have seen in the forward that runs: each tensor, and the node behind it then."""
+        self._looked_at: list[tuple[int, int]] = []
+        """How many hooks were in each of these dicts, and of all modules, and the last one, when they were looked at."""
         self._handles: list[RemovableHandle] = []
+        self._see = see
 
-    def begin(self) -> "list[Captured]":
-        """Start a forward. Return `captured` of the forward around it, which is set again at the end."""
-        captured, self.captured = self.captured, []
-        hooks = [reference() or () for reference in self._hooks]
+    def begin(self) -> None:
+        """A forward begins: see to it that modules with hooks of the user's are seen, and no others."""
+        hooks = [reference() or _NONE for reference in self._hooks]
         if any(hooks) or any(_OF_ALL_MODULES):
-            self._hook_inner(hooks)
-        return captured
+            looked_at = [*map(_outline, hooks), *map(_outline, _OF_ALL_MODULES)]
+            if looked_at != self._looked_at:
+                self._hook_inner(hooks)
 
-    def _hook_inner(self, hooks: Sequence[Any]) -> None:
-        """Put a hook on each module inside that has one of the user's."""
-        looked_at = [next(reversed(of_module), -1) for of_module in (*hooks, *_OF_ALL_MODULES)]
-        if looked_at == self._looked_at:
-            return
-        self._looked_at = looked_at
+    def _hook_inner(self, hooks: "Sequence[Mapping[int, Any]]") -> None:
+        self.remove()
+        all_modules = not all(map(_keeps_nothing, chain.from_iterable(map(dict.values, _OF_ALL_MODULES))))
         for reference, before, after in zip(self._inner, hooks[::2], hooks[1::2], strict=True):
             module = reference()
-            if module is None or id(module) in self._hooked:
-                continue
-            own = [hook for of_module in (before, after) if of_module for hook in of_module.values()]
-            if any(_OF_ALL_MODULES) or not all([hook.__module__.startswith(_STYLES) for hook in own]):
-                self._hooked.add(id(module))
+            if module is not None and (all_modules or not all(map(_keeps_nothing, (*before.values(), *after.values())))):
                 self._handles.append(module.register_forward_hook(self._post_inner_forward, with_kwargs=True))
+        self._looked_at = [*map(_outline, hooks), *map(_outline, _OF_ALL_MODULES)]
 
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
 
     def attributes(self) -> list[Tensor]:
         """Return the tensors that are attributes now."""
@@ -321,12 +329,17 @@ class SideOutputs:
                     found += [one for one in tensors_in(value) if not isinstance(one, nn.Parameter)]
         return found
 
-    def adopt(self, tensors: Sequence[Tensor]) -> None:
-        """Add outputs of an inner unit's call, which may require a gradient later."""
-        self.captured += [(weakref.ref(tensor), None) for tensor in tensors]
-
     def _post_inner_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return  # a reference would make an intermediate result an output of the compiled graph
-        # `requires_grad` is read when the forward ends, because a reentrant checkpoint sets it on its outputs only afterwards
-        self.captured += [(weakref.ref(tensor), node_behind(tensor)) for tensor in tensors_in((args, kwargs, output))]
+        self._see((args, kwargs), output)
+
+
+def _outline(hooks: Mapping[int, Any]) -> tuple[int, int]:
+    """The number of hooks and that of the last one, which change if hooks are set or removed."""
+    return len(hooks), next(reversed(hooks), -1)
+
+
+def _keeps_nothing(hook: Any) -> bool:
+    """Whether a hook is torch's, such as those of tensor parallelism and of spectral norm, and calls nothing of the user's."""
+    cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    functions = [hook, *(one for one in cells if callable(one))]
+    return all(str(getattr(getattr(one, "func", one), "__module__", "")).startswith("torch.") for one in functions)

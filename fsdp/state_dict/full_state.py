@@ -19,7 +19,6 @@ from fsdp.state_dict.fqns import IncompatibleKeys, check_names, check_values, ex
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.param_ranges import ParamRange, gather_range, gather_ranges, ranges_of
 from fsdp.state_dict.param_shard import ParamShard, full_value, load_value
-from fsdp.state_dict.state_dict_hooks import call_before_save_hooks, call_load_hooks, call_loaded_hooks, call_save_hooks
 
 RANGE_BYTES: Final = 32 << 20
 
@@ -31,7 +30,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: torch.dev
 
     With `rank0_only`, the other ranks join the collectives and get an empty dict. Tensors are copies on `device`. What is not
     sharded (buffers, extra state, parameters of ignored modules) is this rank's, and may be another on other ranks. State-dict
-    hooks of modules are called with the full state dict. Communicates: every rank must call it alike.
+    hooks of modules are not called. Communicates: every rank must call it alike.
 
     Memory: on the model's device, one range of 32 MiB or one parameter; on `device`, the result.
 
@@ -40,7 +39,6 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: torch.dev
     """
     model_view = ModelView(model, "full_state_dict")
     wanted = not rank0_only or model_view.world_comm.rank == 0
-    call_before_save_hooks(model)
     copies = Copies("full_state_dict", model_view.world_comm, device, wanted)
     full: dict[int, Any] = {}
     for param_range, buffer in gather_ranges(model_view.units, RANGE_BYTES):
@@ -55,7 +53,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: torch.dev
         return {}
     state: dict[str, object] = {name: full[id(value)] for name, value in model_view.entries}
     state.update({name: module.get_extra_state() for name, module in extra_states(model).items()})
-    return call_save_hooks(model, state)
+    return state
 
 
 class Copies:
@@ -136,9 +134,8 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, object] | No
     """Load a plain module's state dict: the same on every rank, or rank 0's if other ranks give None or {}.
 
     With `strict=False`, names that only one of the model and the state dict has are left out and returned, as `missing_keys` and
-    `unexpected_keys`. Hooks of modules on loads are called with the state dict that a rank gives. Communicates: every rank must
-    call it alike. If a rank gives nothing, rank 0 broadcasts one range of 32 MiB, or one parameter, at a time, so that no other
-    rank holds more.
+    `unexpected_keys`. Hooks of modules on loads are not called. Communicates: every rank must call it alike. If a rank gives
+    nothing, rank 0 broadcasts one range of 32 MiB, or one parameter, at a time, so that no other rank holds more.
 
     Raises:
         ShardingError: on every rank, if on any of them a value has another shape, or a dtype whose conversion would lose
@@ -155,7 +152,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, object] | No
         given = given_by("load_full_state_dict", comm.rank, state_dict)
         if given is None:
             return None
-        mine = call_load_hooks("load_full_state_dict", model, with_counts(model, given), strict)
+        mine = with_counts(model, given)
         names = [*(name for name, _ in model_view.entries), *extra_states(model)]
         found = check_names("load_full_state_dict", names, mine, strict)
         check_values("load_full_state_dict", model, mine)
@@ -193,7 +190,6 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, object] | No
         if name not in missing:
             extra = mine.get(name)
             module.set_extra_state(extra if everywhere else comm.gather_objects(extra, "load_full_state_dict")[0])
-    call_loaded_hooks(model, keys)
     return keys
 
 

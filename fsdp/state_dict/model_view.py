@@ -1,5 +1,6 @@
 """One model for the length of one public call: its units, communicators, parameters and names, each looked up once."""
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -8,10 +9,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fsdp.errors import ShardingError
+from fsdp.errors import ShardingError, StateMismatch
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_of, resting_units_in
-from fsdp.shards.dtensors import local_of
+from fsdp.shards.shard_tensor import plain
 from fsdp.shards.sharded_value import ShardedValue
 from fsdp.state_dict.fqns import entries, extra_states, first_names
 from fsdp.state_dict.param_shard import param_shards_in
@@ -47,11 +48,12 @@ class ModelView:
         By fairscale's names it holds full tensors, and communicates.
         """
         with self._giving_shards():
-            return dict(self.model.state_dict())
+            state: dict[str, Any] = self.model.state_dict()
+            return state
 
     @contextmanager
     def _giving_shards(self) -> Iterator[None]:
-        others = [module for module in self.model.modules() if hasattr(module, GIVES_SHARDS)]
+        others = [module for module in self.model.modules() if hasattr(type(module), GIVES_SHARDS)]
         try:
             for module in others:
                 setattr(module, GIVES_SHARDS, True)
@@ -60,15 +62,26 @@ class ModelView:
             for module in others:
                 setattr(module, GIVES_SHARDS, False)
 
-    def set_state(self, values: Mapping[str, Any]) -> None:
-        """Take over `values`: those of `state_dict()`, whose memory was overwritten, and extra state of modules.
+    def set_state(self, values: Mapping[str, Any], shown: Mapping[str, Any], strict: bool) -> None:
+        """Take over `values`: those of `state_dict()`, which was `shown`, with other content, and extra state of modules.
 
-        If hooks of the user's made a value, it is not the model's memory: the model loads all by its `load_state_dict`.
+        What is not the model's memory, because a hook of the user's or another format made it, the model loads by its
+        `load_state_dict`, and then all.
+
+        Raises:
+            StateMismatch: with `strict`, `load_state_dict` takes other names than `state_dict()` gives, so that some were lost.
         """
         own, extra = dict(self.entries), extra_states(self.model)
         if any(name not in extra and not _is_memory_of(own.get(name), value) for name, value in values.items()):
+            given = OrderedDict(values)
+            given._metadata = getattr(shown, "_metadata", {})  # type: ignore[attr-defined]
             with self._giving_shards():
-                self.model.load_state_dict(dict(values), strict=False)
+                found = self.model.load_state_dict(given, strict=False)
+            if strict and found.unexpected_keys:
+                raise StateMismatch(
+                    f"{self.function_name}: hooks of the model give {', '.join(found.unexpected_keys)} in its state dict, which "
+                    "its load_state_dict does not know, so that these values are lost. Set a hook for loads that takes them."
+                )
             return
         for name in values.keys() & extra.keys():
             extra[name].set_extra_state(values[name])
@@ -106,4 +119,7 @@ def _is_memory_of(tensor: Tensor | None, value: Any) -> bool:
     """Whether `value`, of a state dict, shares the memory of `tensor`, of the model."""
     if tensor is None or not isinstance(value, Tensor):
         return False
-    return isinstance(value, ShardedValue) or local_of(value) is not None or value.data_ptr() == tensor.data_ptr()
+    one, other = value.local if isinstance(value, ShardedValue) else plain(value), plain(tensor)
+    if (one.dtype, one.numel(), one.data_ptr()) != (other.dtype, other.numel(), other.data_ptr()):
+        return False
+    return isinstance(value, ShardedValue) or (one.shape, one.stride()) == (other.shape, other.stride())

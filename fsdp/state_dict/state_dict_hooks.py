@@ -7,7 +7,6 @@ Rule 3: inside `summon_full_params` the parameters are full, and the hooks do no
         they are full and ordinary too, and stand for themselves, each with a storage of its own.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -25,16 +24,7 @@ from fsdp.runtime.refuse_copy import RefuseCopy
 from fsdp.runtime.registry import refuse_borrowing, refuse_unless_resting
 from fsdp.shards.dtensors import local_of
 from fsdp.shards.shard_tensor import ShardTensor, plain
-from fsdp.state_dict.fqns import (
-    TRANSPARENT,
-    IncompatibleKeys,
-    check_names,
-    check_values,
-    entries,
-    extra_states,
-    plain_modules,
-    with_counts,
-)
+from fsdp.state_dict.fqns import TRANSPARENT, check_names, check_values, entries, extra_states, with_counts
 from fsdp.state_dict.param_ranges import ParamRange, gather_range
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
 from state_machine import State
@@ -218,55 +208,3 @@ def _checks(module: nn.Module) -> bool:
 
 def _load_hooks(module: nn.Module) -> list[Any]:
     return [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
-
-
-# hooks of the user's, for full state dicts ------------------------------------------------
-
-
-def call_before_save_hooks(model: nn.Module) -> None:
-    """Call the hooks of the user's that run before `state_dict()`."""
-    for prefix, module in plain_modules(model):
-        for hook in _of_user(module._state_dict_pre_hooks):
-            hook(module, prefix, False)
-
-
-def call_save_hooks(model: nn.Module, state: dict[str, object]) -> dict[str, object]:
-    """Call the hooks of the user's that run after `state_dict()`, inner modules first; return what they make of `state`."""
-    for prefix, module in reversed([*plain_modules(model)]):
-        for hook in _of_user(module._state_dict_hooks):
-            made = hook(module, state, prefix, {})
-            state = state if made is None or getattr(hook, "_from_public_api", False) else made
-    return state
-
-
-def call_load_hooks(operation: str, model: nn.Module, given: Mapping[str, Any], strict: bool) -> Mapping[str, Any]:
-    """Call the hooks of the user's that run before a load, outer modules first; return what they make of `given`.
-
-    Raises:
-        ShardingError: a hook has added an error. The message begins with `operation`.
-    """
-    metadata, errors = getattr(given, "_metadata", None) or {}, list[str]()
-    for prefix, module in plain_modules(model):
-        if (hooks := _of_user(module._load_state_dict_pre_hooks)) and not TRANSPARENT & module._modules.keys():
-            part = {name: value for name, value in given.items() if name.startswith(prefix)}
-            given = {name: value for name, value in given.items() if name not in part}
-            for hook in hooks:
-                hook(part, prefix, metadata.get(prefix[:-1], {}), strict, [], [], errors)
-            given = {**given, **part}
-    if errors:
-        raise ShardingError(f"{operation}: {'; '.join(errors)}")
-    return given
-
-
-def call_loaded_hooks(model: nn.Module, keys: IncompatibleKeys) -> None:
-    """Call the hooks of the user's that run after a load, inner modules first."""
-    for _, module in reversed([*plain_modules(model)]):
-        for hook in _of_user(module._load_state_dict_post_hooks):
-            hook(module, keys)
-
-
-def _of_user(hooks: Mapping[int, Any]) -> list[Any]:
-    """Those of `hooks` that are not this library's."""
-    bare = [(hook, getattr(hook, "hook", hook)) for hook in hooks.values()]
-    modules = [(hook, getattr(getattr(one, "func", one), "__module__", None)) for hook, one in bare]
-    return [hook for hook, module in modules if not (module or "").startswith(f"{__name__.partition('.')[0]}.")]

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 import fsdp
+from fsdp.autograd.visits import ForwardCall
 from fsdp.comm.simulated import simulate
-from fsdp.runtime.forward_hooks import SideOutputs
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.models import (
     Block,
@@ -195,7 +195,7 @@ def test_evaluation_collects_nothing() -> None:
         def forward(self, x: Tensor, times: int) -> Tensor:
             for _ in range(times):
                 x = self.inner(x)
-            self.collected = sum(len(one.captured) for one in gc.get_objects() if isinstance(one, SideOutputs))
+            self.collected = sum(len(one.captured) for one in gc.get_objects() if isinstance(one, ForwardCall))
             return x
 
     def fn(rank: int) -> int:
