@@ -167,9 +167,12 @@ class ReductionPolicy:
             optional = name != "first_bucket_mb"
             if not ((optional and number is None) or _is_positive(number)):
                 raise ShardingError(
-                    f"reduction.{name} must be a positive number{' or None' if optional else ''}, not {number!r}. It is computed "
-                    "with in fp32, so it is from 1e-37 to 1e37."
+                    f"reduction.{name} must be a positive number{' or None' if optional else ''}, not {number!r}."
                 )
+        if self.predivide_factor is not None and not 1e-37 <= self.predivide_factor <= 1e37:
+            raise ShardingError(
+                f"reduction.predivide_factor must be a number that fp32 holds, from 1e-37 to 1e37, not {self.predivide_factor!r}."
+            )
         if not _is_number(self.coalesce_cap_mb) or not 0 <= self.coalesce_cap_mb < float("inf"):
             raise ShardingError(f"reduction.coalesce_cap_mb must be a number, 0 or more, not {self.coalesce_cap_mb!r}.")
         _check_count("reduction.streams", self.streams, "streams", 1)
@@ -181,6 +184,14 @@ class ReductionPolicy:
             check_flag(f"reduction.{name}", getattr(self, name))
         if self.find_unused_parameters and self.static_graph:
             raise ShardingError("reduction.find_unused_parameters and static_graph contradict each other; give one of them.")
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """`value` as a bool: also one of numpy's, and 0 or 1. Raise ShardingError if it is none."""
+    if isinstance(value, int) or type(value).__module__ == "numpy":
+        value = bool(value) if value in (0, 1) else value
+    check_flag(name, value)
+    return bool(value)
 
 
 def check_flag(name: str, value: object, or_none: bool = False) -> None:
@@ -199,7 +210,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_positive(number: Any) -> bool:
-    return _is_number(number) and 1e-37 <= number <= 1e37
+    return _is_number(number) and 0 < number < float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +319,6 @@ def make_config(
             f"{sharding_strategy!r} a unit is gathered by all ranks or none. Some ranks only may use a parameter without it."
         )
     flags = {"broadcast_buffers": broadcast_buffers, "aligned": aligned, "plain_shards": plain_shards, "dtensors": dtensors}
-    flags["sync_module_states"] = sync_module_states
     for name, flag in flags.items():
         check_flag(name, flag)
     if dtensors and plain_shards:
@@ -333,7 +343,7 @@ def make_config(
         mp_policy,
         guarded,
         prefetch,
-        sync_module_states,
+        as_flag("sync_module_states", sync_module_states),
         reduction,
         broadcast_buffers,
         aligned,

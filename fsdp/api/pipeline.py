@@ -118,19 +118,13 @@ class PipelineStage(pipelining.PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the gradients of all micro-batches, and divide them. Called by schedules. Communicates.
 
-        Raises:
-            ShardingError: they are to be divided and kept, under `no_sync`.
+        Under `no_sync` they are kept, and divided with those of the step that synchronises: by its factor.
         """
         if not self._engines():
             super().perform_reduce_grad(grad_scale_factor)
             return
         engines = engines_in(self.submod, "PipelineStage")
         divides = self.has_backward and grad_scale_factor != 1
-        if divides and not all([engine.synchronises for engine in engines]):
-            raise ShardingError(
-                "PipelineStage: under no_sync the schedule would divide the gradients that earlier steps have kept once more; "
-                "give the schedule scale_grads=False, and divide the loss."
-            )
         for engine in engines:
             if self.has_backward:
                 engine.splits_backward = False

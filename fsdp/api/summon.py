@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp.autograd.frames import called_by_this_package, stepping_optimizer
-from fsdp.config import check_flag
+from fsdp.config import as_flag
 from fsdp.errors import ShardingError
 from fsdp.params.gathered_copies import GatheredCopies
 from fsdp.params.unit import Unit, unit_of_shard
@@ -62,8 +62,7 @@ def summon_full_params(model: nn.Module, writeback: bool = True) -> Iterator[Non
         IllegalTransition: a forward, a backward or another summon is running.
         ShardingError: `model` contains no unit, or a shard was replaced by a tensor that does not fit.
     """
-    check_flag("summon_full_params: writeback", writeback)
-    with summoned_units(units_in(model, "summon_full_params"), writeback):
+    with summoned_units(units_in(model, "summon_full_params"), as_flag("summon_full_params: writeback", writeback)):
         yield
 
 

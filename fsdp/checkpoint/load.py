@@ -89,7 +89,7 @@ def load(
         nonlocal shown
         shown = model_view.state_dict()
 
-    agree_on_refusals(comm, f"load {path}", show)
+    agree_on_refusals(comm, "load", show)
 
     @file_errors(f"load: {path} cannot be read", Path(str(path)))
     def prepare() -> tuple[dcp.StoredCheckpoint, dict[str, Any], dcp.ReadPlan, IncompatibleKeys]:

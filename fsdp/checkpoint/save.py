@@ -93,13 +93,16 @@ def save(
     def prepare() -> dict[str, bytes]:
         wait_for_last(world_comm)
         refuse_kind("save", "path", path, (str, os.PathLike), "the name of a folder")
-        refuse_kind("save", "extra", extra, (Mapping, NoneType), "a dict")
         refuse_kind("save", "ema", ema, (EMA, NoneType), "an fsdp.EMA")
-        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+        if keep_last is not None and (isinstance(keep_last, bool) or not hasattr(keep_last, "__index__") or keep_last < 1):
             raise ShardingError(f"save: keep_last is {keep_last!r}; give the number of checkpoints to keep, at least 1.")
         model_view.refuse_sparse()
         saved_grads.refuse_kept_gradients(model_view)
-        packed = {"extra": pack("save: extra", dict(extra or {}))}
+        try:
+            given = dict(extra or {})
+        except (TypeError, ValueError):
+            raise ShardingError(f"save: extra is {extra!r}; give a dict.") from None
+        packed = {"extra": pack("save: extra", given)}
         if rng:
             packed[RANDOM] = pack("save: the random states", random_states(model_view.units[0].device))
         if ema is not None:

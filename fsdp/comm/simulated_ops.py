@@ -2,8 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -183,9 +183,13 @@ class Buffer:
         return self.flat
 
 
+def _apart() -> AbstractContextManager[Any]:
+    """A context to compute in as a network does, which autograd and the dispatch modes of the program do not see."""
+    return _without_modes() if torch._C._len_torch_dispatch_stack() else torch.inference_mode()
+
+
 @contextmanager
-def _apart() -> Iterator[None]:
-    """Compute as a network does, which autograd and the modes of the program do not see."""
+def _without_modes() -> Iterator[None]:
     with torch.inference_mode(), _disable_current_modes():
         yield
 

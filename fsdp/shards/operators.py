@@ -63,8 +63,9 @@ _REDUCTIONS: Final = (
 _BY_SIZE: Final = {
     *("diff", "gradient", "linalg_matrix_rank", "linalg_vander", "nanquantile", "quantile", "scaled_dot_product_attention"),
     *("trapezoid", "trapz", "vander"),
+    *("_shape_as_tensor", "numel", "size", "stride", "sym_numel", "sym_size", "sym_stride"),
 }
-"""Operators of torch that decide by the size of this rank's part before they call others."""
+"""Operators of torch that decide by the size of this rank's part before they call others, or return it."""
 _QUERIES: Final = ("is_pinned", "record_stream", "_pin_memory", "is_same_size", "_has_compatible_shallow_copy_type", "pin_memory")
 _BY_NAME: Final = {
     **dict.fromkeys(_REDUCTIONS, Rule.REDUCTION),

@@ -54,7 +54,7 @@ class TestWrapping:
             ({"auto_wrap_policy": torch.tensor(1)}, "auto_wrap_policy must be 'auto', a set of module classes"),
             ({"auto_wrap_policy": nn.Linear(2, 2)}, "must be callable as policy(name, module) -> bool, or as"),
             ({"ignored_modules": torch.tensor(1)}, "ignored_modules must be a collection of modules"),
-            ({"sync_module_states": 1}, "sync_module_states must be True or False, not 1"),
+            ({"sync_module_states": 2}, "sync_module_states must be True or False, not 2"),
             ({"auto_wrap_policy": {nn.ModuleList}}, "auto_wrap_policy chose 'blocks', a ModuleList, which has no forward"),
         ],
         ids=lambda value: str(value)[:40],
