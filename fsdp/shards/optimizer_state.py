@@ -70,9 +70,13 @@ def hook_state(optimizer: Optimizer) -> None:
 
 def before_step(optimizer: Optimizer, *_: object) -> None:
     """See `hook_state`. Raise ShardingError if the step needs parts of parameters while the model shows their full values."""
-    for parameter in _summoned(optimizer):
-        kept = optimizer.state.get(parameter, {}).values()
-        if STANDS_FOR in parameter.__dict__ or any(isinstance(one, ShardTensor) for one in kept):
+    full = [*_summoned(optimizer)]
+    # one optimizer may have two models, of which the other is to be stepped
+    others = any(p.grad is not None for group in optimizer.param_groups if full for p in group["params"] if p not in summoned)
+    for parameter in full:
+        kept = () if others and parameter.grad is None else optimizer.state.get(parameter, {}).values()
+        stands_for = STANDS_FOR in parameter.__dict__ and parameter.requires_grad
+        if stands_for or any(isinstance(one, ShardTensor) for one in kept):
             _refuse_summoned(optimizer, "step", parameter)
     hook_state(optimizer)
 
