@@ -69,7 +69,8 @@ def to_local(parameter: Tensor) -> Tensor:
     parameter that every rank holds in full.
 
     Raises:
-        ShardingError: `parameter` is an nn.Parameter or part of a graph, and belongs to no sharded module.
+        ShardingError: `parameter` is an nn.Parameter or part of a graph, and belongs to no sharded module; or, in the backward,
+            a rank has finished inside `fsdp.join`, so that nobody computes the term of its part.
     """
     owner = owning_unit(parameter)
     if owner is None and isinstance(parameter, ShardTensor):

@@ -378,6 +378,9 @@ class Side(nn.Module):
             self.__dict__.pop(f"aux{self.calls}", None)
             self.calls += 1
             self.__dict__[f"aux{self.calls}"] = aux
+        elif self.way == "another thread":
+            with ThreadPoolExecutor(1) as thread:
+                self.aux = thread.submit(lambda: (torch.sin(h) * self.scale).square().mean()).result()
         elif self.way == "a defaultdict":
             self.found = defaultdict(list, aux=[aux])
         elif self.way == "a deque":
@@ -408,6 +411,7 @@ LEFT: dict[str, Callable[[Side], Tensor]] = {
     "a buffer": lambda unit: unit.buffer,
     "another name": lambda unit: vars(unit)[f"aux{unit.calls}"],
     "a defaultdict": lambda unit: unit.found["aux"][0],
+    "another thread": lambda unit: unit.aux,
 }
 SEEN: dict[str, Callable[[Side, list[Tensor]], RemovableHandle]] = {
     "what goes into a module": lambda unit, kept: unit.act.register_forward_hook(lambda _, args, out: kept.append(args[0])),
@@ -525,6 +529,63 @@ class Derived(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ (torch.tanh(self.weight) * self.scale * self.scale.exp())
+
+
+class Inside(nn.Module):
+    """A unit with a module whose hook sees what it computes with."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.act, self.exit, self.reentrant = nn.Tanh(), nn.Linear(6, 6), reentrant
+        self.act.register_forward_hook(lambda module, args, output: None)
+
+    def marked(self, x: Tensor) -> Tensor:
+        y: Tensor = self.act(Marked.apply(x))  # type: ignore[no-untyped-call]
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.marked(x) if self.reentrant is None else checkpoint(self.marked, x, use_reentrant=self.reentrant)
+        return self.exit(y)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("use", ["reentrant", "not reentrant", "by itself", "dropped"])
+@on_ranks(1)
+def test_what_hooks_see_keeps_no_graph_alive(rank: int, use: str) -> None:
+    model = fsdp.fully_shard(
+        nn.Sequential(nn.Linear(6, 6), Inside({"reentrant": True, "not reentrant": False}.get(use))), auto_wrap_policy={Inside}
+    )
+    for _ in range(3):
+        y = model(X)
+        if use == "by itself":
+            y = model[1].marked(y)
+        if use != "dropped":
+            loss_of(y).backward()
+        del y
+        gc.collect()
+        assert not Marked.alive
+
+
+@on_ranks(2)
+def test_the_gradient_of_an_output_with_a_hook_enters_no_unit(rank: int) -> None:
+    """Autograd runs hooks of a tensor also where it computes its gradient alone: here on one rank, after a step."""
+
+    class Hooked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            y.register_hook(lambda gradient: None)
+            return y
+
+    model = fsdp.fully_shard(nn.Sequential(nn.Linear(6, 6), Hooked(6, 6)), auto_wrap_policy={Hooked})
+    output = model(X)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        model[0].weight.add_(1)
+        model[1].weight.add_(1)
+    if rank == 0:
+        (gradient,) = torch.autograd.grad(output.square().sum(), output)
+        assert torch.equal(gradient, 2 * output)
+    del output
+    loss_of(model(X)).backward()
 
 
 def test_a_graph_may_come_from_another_thread() -> None:

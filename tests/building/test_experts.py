@@ -380,9 +380,17 @@ def test_the_hooks_of_tensor_parallelism_are_taken_for_no_hooks_of_the_user(rank
     before = [len(module._forward_hooks) for module in model[0]]
     model(torch.ones(1, 2, 6)).sum().backward()
     assert before == [1, 1, 1] == [len(module._forward_hooks) for module in model[0]]
-    model[0][1].register_forward_hook(lambda module, args, output: None)
-    model(torch.ones(1, 2, 6)).sum().backward()
-    assert [len(module._forward_hooks) for module in model[0]] == [1, 3, 1]
+    for set_hook, hooks in (
+        (lambda: model[0][1].register_forward_hook(lambda module, args, output: None), 3),
+        (lambda: model[0][1].register_forward_hook(lambda module, args, output: None, prepend=True), 3),
+        (lambda: model[0][1].register_forward_pre_hook({}.setdefault), 2),
+    ):
+        handle = set_hook()
+        model(torch.ones(1, 2, 6)).sum().backward()
+        assert len(model[0][1]._forward_hooks) == hooks
+        handle.remove()
+        model(torch.ones(1, 2, 6)).sum().backward()
+        assert [len(module._forward_hooks) for module in model[0]] == before
 
 
 def parallel(model: nn.Sequential, kind: str) -> None:

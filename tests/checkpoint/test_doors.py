@@ -10,6 +10,7 @@ from torch import nn
 
 import fsdp
 from fsdp.compat import fairscale, torch_fsdp
+from fsdp.compat.fully_shard import fully_shard
 from fsdp.compat.torch_fsdp import StateDictType
 from tests.support.models import weights_of
 from tests.support.optimizers import assert_same
@@ -17,7 +18,9 @@ from tests.support.ranks import on_ranks
 
 
 class Scaled(nn.Module):
-    """The file has the logarithm of the scale."""
+    """The file has the logarithm of the scale, since version 2."""
+
+    _version = 2
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -26,10 +29,15 @@ class Scaled(nn.Module):
         self.register_buffer("scale", torch.full((2,), float(2**seed)))
         self.register_buffer("plain", torch.full((2,), 0.5 + seed))
         self.register_state_dict_post_hook(lambda m, d, prefix, _: d.update({prefix + "scale": d[prefix + "scale"].log2()}))
-        self.register_load_state_dict_pre_hook(lambda m, d, prefix, *_: d.update({prefix + "scale": d[prefix + "scale"].exp2()}))
+        self.register_load_state_dict_pre_hook(taken)
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.second(self.first(x)) * self.scale[0] + self.plain[0]
+
+
+def taken(module: nn.Module, given: dict[str, torch.Tensor], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    if metadata.get("version", 1) == 2:  # older files have the scale itself
+        given[prefix + "scale"] = given[prefix + "scale"].exp2()
 
 
 def by_fsdp1(seed: int, kind: str, **options: Any) -> nn.Module:
@@ -53,9 +61,14 @@ def native(seed: int) -> nn.Module:
     return fsdp.fully_shard(Scaled(seed), auto_wrap_policy={nn.Linear})
 
 
+def by_fsdp2(seed: int) -> nn.Module:
+    return fully_shard(Scaled(seed))  # type: ignore[no-any-return]
+
+
 CAST = torch_fsdp.MixedPrecision(buffer_dtype=torch.bfloat16)
 DOORS: dict[str, Callable[[int], nn.Module]] = {
     "native": native,
+    "FSDP2": by_fsdp2,
     **{kind: lambda seed, kind=kind: by_fsdp1(seed, kind) for kind in StateDictType.__members__},  # type: ignore[misc]
     "one flat parameter": lambda seed: by_fsdp1(seed, "FULL_STATE_DICT", use_orig_params=False),
     "cast buffers": lambda seed: by_fsdp1(seed, "LOCAL_STATE_DICT", use_orig_params=True, mixed_precision=CAST),
@@ -78,3 +91,29 @@ def test_weights_and_buffers_come_back_by_every_door_and_from_the_native_one(ran
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**weights_of(model), **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("door", [native, by_fsdp2])
+@on_ranks(2)
+def test_a_weight_that_a_hook_has_made_anew_is_loaded(rank: int, door: Callable[[int], nn.Module], tmp_path: Path) -> None:
+    """A value that is a shard or a DTensor is not always the memory of the model."""
+    saved, model = door(0), door(1)
+    for one in (saved, model):
+        one.register_state_dict_post_hook(lambda m, d, prefix, _: d.update({"first.bias": d["first.bias"].clone()}))
+    fsdp.save(tmp_path / "made", saved)
+    fsdp.load(tmp_path / "made", model)
+    assert_same(tensors_of(model), tensors_of(saved))
+
+
+@on_ranks(2)
+def test_a_hook_that_fails_on_one_rank_is_an_error_on_all(rank: int, tmp_path: Path) -> None:
+    model = native(0)
+    fsdp.save(tmp_path / "there", model)
+
+    def fail(*_: object) -> None:
+        raise KeyError("mine")
+
+    if rank:
+        model.register_state_dict_pre_hook(fail)
+    with pytest.raises(fsdp.ShardingError if not rank else (fsdp.ShardingError, KeyError), match="mine"):
+        fsdp.load(tmp_path / "there", model)
