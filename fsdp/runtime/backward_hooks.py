@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import filterfalse
 from typing import Any, NoReturn
 
 import torch
@@ -116,7 +117,8 @@ class BackwardHooks(RefuseCopy, UnitObserver):
         if not call.may_be_earlier(node):
             call.entries.append(weakref.ref(self.enter_at(node, call.path)))
         elif not self.watches(node):
-            NodePrehook.of(node).reaches.append(partial(self._pre_backward_if_alive, weakref.ref(call.path)))
+            prehook, path = NodePrehook.of(node), weakref.ref(call.path)
+            prehook.reaches = [*filterfalse(_is_dead, prehook.reaches), partial(self._pre_backward_if_alive, path)]
             self.visit.latest = call.path
 
     def _pre_backward_if_alive(self, path: "weakref.ref[BackwardPath]", gradients: Sequence[Tensor | None]) -> None:
@@ -374,6 +376,12 @@ class AccumulateGradChecks:
                     "or use p.register_hook or p.register_post_accumulate_grad_hook."
                 )
         self._is_checked = True
+
+
+def _is_dead(reach: Any) -> bool:
+    """Whether a hook of a node that may be older than many calls is for a call whose graph is gone."""
+    path = getattr(reach, "args", (None,))[0]
+    return isinstance(path, weakref.ref) and path() is None
 
 
 def _runs(node: Node) -> bool:

@@ -31,7 +31,7 @@ from state_machine import Event
 _CONTAINERS: Final = frozenset({list, dict, defaultdict, OrderedDict, deque})
 """The classes of attributes that are searched for tensors."""
 _OF_ALL_MODULES: Final = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
-_NONE: Final[dict[int, Any]] = {}
+_NO_HOOKS: Final[dict[int, Any]] = {}
 
 
 class EngineHooks:
@@ -298,13 +298,13 @@ class SideOutputs:
 
     def begin(self) -> None:
         """A forward begins: see to it that modules with hooks of the user's are seen, and no others."""
-        hooks = [reference() or _NONE for reference in self._hooks]
+        hooks = [reference() or _NO_HOOKS for reference in self._hooks]
         if any(hooks) or any(_OF_ALL_MODULES):
             looked_at = [*map(_outline, hooks), *map(_outline, _OF_ALL_MODULES)]
             if looked_at != self._looked_at:
                 self._hook_inner(hooks)
 
-    def _hook_inner(self, hooks: "Sequence[Mapping[int, Any]]") -> None:
+    def _hook_inner(self, hooks: Sequence[Mapping[int, Any]]) -> None:
         self.remove()
         all_modules = not all(map(_keeps_nothing, chain.from_iterable(map(dict.values, _OF_ALL_MODULES))))
         for reference, before, after in zip(self._inner, hooks[::2], hooks[1::2], strict=True):
@@ -340,6 +340,9 @@ def _outline(hooks: Mapping[int, Any]) -> tuple[int, int]:
 
 def _keeps_nothing(hook: Any) -> bool:
     """Whether a hook is torch's, such as those of tensor parallelism and of spectral norm, and calls nothing of the user's."""
-    cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    try:
+        cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    except ValueError:
+        return False  # a variable of the function around it has no value yet
     functions = [hook, *(one for one in cells if callable(one))]
     return all(str(getattr(getattr(one, "func", one), "__module__", "")).startswith("torch.") for one in functions)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 import fsdp
-from fsdp.autograd.visits import ForwardCall
+from fsdp.autograd.visits import ForwardCall, NodePrehook
 from fsdp.comm.simulated import simulate
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.models import (
@@ -463,10 +463,13 @@ def graph_of_earlier(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     start = torch.ones(6, requires_grad=True)
     x, model.get_submodule("0").beside = torch.sin(X * start), torch.cos(start)  # type: ignore[assignment]
     for _ in range(2):
-        output, same = model(x)
+        for _ in range(3):
+            output, same = model(x)
         (output.square().mean() + same.mean()).backward(retain_graph=True)
         optimizer.step()
         optimizer.zero_grad()
+    node: Any = model.get_submodule("0").beside.grad_fn  # type: ignore[union-attr]
+    assert len(NodePrehook.of(node).reaches) < 4, "one for each call that is gone"
 
 
 @pytest.mark.parametrize("policy", [{Beside, Block}, {Beside}])
