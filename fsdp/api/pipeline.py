@@ -47,6 +47,8 @@ class PipelineStage(pipelining.PipelineStage):
     @wraps(pipelining.PipelineStage.__init__)  # type: ignore[misc]  # the signature that help shows
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
+        self._grads_before: dict[nn.Parameter, Tensor] = {}
+        """Copies of gradients outside units from before a step, until it has divided what it adds."""
         if self.group_size > 1:
             for engine in self._engines():
                 _staged.update(engine.units)
@@ -137,8 +139,9 @@ class PipelineStage(pipelining.PipelineStage):
             for index in range(len(engine.units)):
                 engine.request(index, Request.RESHARD)
             engine.in_pipeline_step = False
+        grads_before, self._grads_before = self._grads_before, {}
         for parameter, gradient in self._grads_outside() if divides else ():
-            if (before := self._grads_before.get(parameter)) is None:
+            if (before := grads_before.get(parameter)) is None:
                 gradient.div_(grad_scale_factor)
             else:
                 gradient.sub_(before).div_(grad_scale_factor).add_(before)

@@ -99,10 +99,10 @@ def save(
         model_view.refuse_sparse()
         saved_grads.refuse_kept_gradients(model_view)
         try:
-            given = dict(extra or {})
+            extras = dict(extra or {})
         except (TypeError, ValueError):
             raise ShardingError(f"save: extra is {extra!r}; give a dict.") from None
-        packed = {"extra": pack("save: extra", given)}
+        packed = {"extra": pack("save: extra", extras)}
         if rng:
             packed[RANDOM] = pack("save: the random states", random_states(model_view.units[0].device))
         if ema is not None:

@@ -36,9 +36,9 @@ def full_tensor(parameter: Tensor) -> Tensor:
     the forward only; every rank must call it alike. Memory: the full parameter, for as long as the graph lives.
 
     Raises:
-        ShardingError: `parameter` is not sharded.
+        ShardingError: `parameter` is not sharded, or is None.
     """
-    owner = owning_unit(parameter)
+    owner = _owner_of(parameter, "full_tensor")
     if owner is None and isinstance(parameter, ShardTensor):
         _refuse_graph(parameter, "full_tensor")
         return gather_full(parameter)
@@ -72,7 +72,7 @@ def to_local(parameter: Tensor) -> Tensor:
         ShardingError: `parameter` is an nn.Parameter or part of a graph, and belongs to no sharded module; or, in the backward,
             a rank has finished inside `fsdp.join`, so that nobody computes the term of its part.
     """
-    owner = owning_unit(parameter)
+    owner = _owner_of(parameter, "to_local")
     if owner is None and isinstance(parameter, ShardTensor):
         _refuse_graph(parameter, "to_local")
         return plain(parameter)
@@ -81,6 +81,15 @@ def to_local(parameter: Tensor) -> Tensor:
     if owner is None and not isinstance(parameter, nn.Parameter) and not parameter.requires_grad:
         return parameter
     return _known_owner(parameter, owner, "to_local").local_value(cast(nn.Parameter, parameter))
+
+
+def _owner_of(given: Tensor | None, caller: str) -> Owner | None:
+    if given is None:  # as `.grad` is
+        raise ShardingError(
+            f"{caller}: got None, and needs a tensor; a parameter has no gradient before a backward that synchronises, and after "
+            "zero_grad."
+        )
+    return owning_unit(given)
 
 
 def _refuse_graph(tensor: ShardTensor, caller: str) -> None:

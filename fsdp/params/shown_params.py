@@ -78,17 +78,8 @@ def forget_owner(parameter: nn.Parameter) -> None:
     _owners.pop(parameter, None)  # type: ignore[no-untyped-call]
 
 
-def owning_unit(parameter: Tensor | None) -> Owner | None:
-    """The unit that owns `parameter`, or None if the parameter belongs to no unit.
-
-    Raises:
-        ShardingError: None was given, as `.grad` is where there is no gradient.
-    """
-    if parameter is None:
-        raise ShardingError(
-            "full_tensor and to_local need a tensor, and got None: a parameter has no gradient before a backward that "
-            "synchronises, and after zero_grad."
-        )
+def owning_unit(parameter: Tensor) -> Owner | None:
+    """The unit that owns `parameter`, or None if the parameter belongs to no unit."""
     owner: weakref.ref[Owner] | None = _owners.get(parameter)  # type: ignore[no-untyped-call]
     return None if owner is None else owner()
 

@@ -19,7 +19,7 @@ EXTRA_STATE = "_extra_state"
 
 def entries(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The names and tensors of the plain module's state dict, in its order. A tied tensor occurs once for each name."""
-    for prefix, module in plain_modules(model):
+    for prefix, module in _plain_modules(model):
         saved = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
         for name, tensor in (*module._parameters.items(), *saved.items()):
             if tensor is not None:
@@ -38,7 +38,7 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     """The modules with a `get_extra_state` of their own, by the name of that state in the plain module's state dict."""
     return {
         prefix + EXTRA_STATE: module
-        for prefix, module in plain_modules(model)
+        for prefix, module in _plain_modules(model)
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
 
@@ -78,7 +78,7 @@ def with_counts(model: nn.Module, given: Mapping[str, Any]) -> Mapping[str, Any]
     versions = getattr(given, "_metadata", None) or {}
     counts = {
         f"{prefix}num_batches_tracked": module.num_batches_tracked
-        for prefix, module in plain_modules(model)
+        for prefix, module in _plain_modules(model)
         if isinstance(module, _NormBase) and (versions.get(prefix[:-1], {}).get("version") or 0) < 2
     }
     return {**{name: count for name, count in counts.items() if count is not None}, **given}
@@ -122,7 +122,7 @@ def plain_fqn(path: str) -> str:
     return ".".join(part for part in path.split(".") if part and part not in TRANSPARENT)
 
 
-def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module, with the prefix of the names of its tensors."""
     for path, module in model.named_modules(remove_duplicate=False):
         plain_path = plain_fqn(path)
