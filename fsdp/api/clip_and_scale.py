@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import cache, wraps
 from itertools import chain
 from typing import Any
 
@@ -12,8 +13,11 @@ from fsdp.comm.communicator import Communicator
 from fsdp.comm.open_communicators import Mesh, open_comms
 from fsdp.config import MeshKind
 from fsdp.errors import ShardingError
+from fsdp.params.shown_params import owning_unit
+from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.registry import collective_call, engines_in, refusal, refuse_unless_resting
+from fsdp.runtime.registry import collective_call, engines_in, refusal, refuse_unless_resting, unit_ref_of
+from fsdp.shards.dtensors import local_of
 from fsdp.shards.shard_parameter import EmptyShardParameter
 from fsdp.shards.shard_tensor import local_operators, plain
 
@@ -191,11 +195,60 @@ def _local_norm(strided: list[Tensor], sparse: list[Tensor], power: float, dtype
 
 def _combine(comm: Communicator, local: Tensor, power: float) -> Tensor:
     if math.isinf(power):
-        comm.all_reduce(local, "max", "norm of gradients").wait()
-        return local
+        # a backend may leave out a NaN where it looks for the largest number
+        both = torch.stack([local.nan_to_num(0.0, math.inf), local.isnan().to(local.dtype)])
+        comm.all_reduce(both, "max", "norm of gradients").wait()
+        return torch.where(both[1] > 0, math.nan, both[0])
     summed = local**power
     comm.all_reduce(summed, "sum", "norm of gradients").wait()
     return summed ** (1 / power)
+
+
+@cache
+def let_scalers_agree() -> None:
+    """From now on, let torch's gradient scaler ask all ranks of all roots of an optimizer whether one has found an overflow.
+
+    torch calls one operator for the gradients of each dtype. It asks the ranks that share the first DTensor, or a shard of that
+    call. Other ranks that train a part of the optimizer's parameters would take a step that these leave out. Gradients may be
+    DTensors and others, of which no operator takes both.
+    """
+    together = torch._amp_foreach_non_finite_check_and_unscale_
+
+    def by_kind(gradients: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+        kinds: dict[bool, list[Tensor]] = {}
+        for gradient in gradients:
+            kinds.setdefault(local_of(gradient) is None, []).append(gradient)
+        for of_kind in kinds.values():
+            together(of_kind, found_inf, inv_scale)
+
+    setattr(torch, together.__name__, by_kind)
+    scaler: Any = torch.amp.GradScaler
+    unscale = scaler._unscale_grads_
+
+    @wraps(unscale)
+    def agreed(self: Any, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = unscale(self, optimizer, *args)
+        if not isinstance(self, ShardedGradScaler):  # which asks by itself, also where this rank has no gradient
+            _agree_on_overflow(found, _ranks_to_ask(optimizer))
+        return found
+
+    scaler._unscale_grads_ = agreed
+
+
+def _ranks_to_ask(optimizer: torch.optim.Optimizer) -> list[Communicator]:
+    """Those of the roots of an optimizer's parameters; none if the ranks that share its shards are the same for all of them."""
+    owners = (owning_unit(p) for group in optimizer.param_groups for p in group["params"])
+    refs = (unit_ref_of(owner.module) for owner in owners if isinstance(owner, Unit))
+    comms = dict.fromkeys(ref.engine.comms for ref in refs if ref is not None)
+    several = len(comms) > 1 or any(one.inner or one.across is not None for one in comms)
+    return [*dict.fromkeys(one.joint for one in comms)] if several else []
+
+
+def _agree_on_overflow(found: dict[torch.device, Tensor], comms: Sequence[Communicator]) -> None:
+    """Let each flag be 1 if it is on a rank of `comms`. Communicates."""
+    for flag in found.values():
+        for comm in comms:
+            comm.all_reduce(flag, "max", "found inf").wait()
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -224,11 +277,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
         enabled: bool = True,
         pp_mesh: Mesh | None = None,
     ) -> None:
-        engine = engines_in(model, "ShardedGradScaler")[0]
-        self._found_on = engine.units[0].shard_device
+        engines = engines_in(model, "ShardedGradScaler")
+        self._found_on = engines[0].units[0].shard_device
         kind = device or self._found_on.type
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self._comms = [engine.comms.joint]
+        self._comms = [*dict.fromkeys(engine.comms.joint for engine in engines)]
         self.asks_stages = pp_mesh is not None
         """Whether all stages of a pipeline skip a step together."""
         if pp_mesh is not None:
@@ -244,7 +297,5 @@ class ShardedGradScaler(torch.amp.GradScaler):
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if not found:  # this rank holds no gradient of this optimizer, and the other ranks still call the collective
             found = {self._found_on: torch.zeros((), device=self._found_on)}
-        for flag in found.values():
-            for comm in self._comms:
-                comm.all_reduce(flag, "max", "found inf").wait()
+        _agree_on_overflow(found, self._comms)
         return found

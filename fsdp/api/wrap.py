@@ -136,6 +136,7 @@ def fully_shard(
     meshes = dict.fromkeys((mesh, *(info.mesh for info in own)))
     around = dict.fromkeys(group for one in meshes for group in groups_around(one, given))
     intercept_engine_calls(translate_shards)
+    clip_and_scale.let_scalers_agree()
     dtensor_mesh = open_mesh(process_group, mesh, device_of(plan)) if config.dtensors else None
     comms = open_comms(*ranks, config.reduction.streams)._replace(across=comms.across)
     for info in own:

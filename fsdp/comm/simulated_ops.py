@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -216,7 +217,8 @@ def move_sums(sides: Sequence[Side]) -> None:
 def move_total(sides: Sequence[Side], op: ReduceOp) -> None:
     sent = torch.stack([side.buffers[0].sent for side in sides])
     if op == "max":
-        total = sent.amax(0)
+        # as gloo does, which leaves out a NaN of any rank but the first
+        total = reduce(lambda largest, one: torch.where(largest < one, one, largest), sent)
     else:
         total = torch.empty_like(sent[0])
         pairwise_sum(sent, total)

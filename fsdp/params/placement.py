@@ -46,7 +46,6 @@ from fsdp.shards.dtensors import (
     here_of,
     keep_hooks,
     let_checkpoints_find_parts,
-    let_scalers_agree,
     lies_alike,
     local_of,
     local_of_full,
@@ -418,7 +417,6 @@ class DTensorPlacement(Placement):
 
     def make_shard(self, info: ParamInfo, local: Tensor) -> None:
         if self.is_tensor_parallel:
-            let_scalers_agree()
             let_checkpoints_find_parts()
         info.replace(replace_by_dtensor(info.parameter, self.as_shard(local), self._dtensor))
 

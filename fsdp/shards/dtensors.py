@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial, wraps
+from functools import cache, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -194,39 +194,6 @@ def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
 
 
 @cache
-def let_scalers_agree() -> None:
-    """From now on, let torch's gradient scaler ask all ranks of all meshes of an optimizer whether one has found an overflow.
-
-    torch asks the ranks of the first gradient's mesh. Ranks of tensor parallelism would then skip a step alone. A unit of which
-    tensor parallelism has spread nothing may have other gradients than DTensors, and no operator takes both.
-    """
-    together = torch._amp_foreach_non_finite_check_and_unscale_
-
-    def by_kind(gradients: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-        kinds: dict[bool, list[Tensor]] = {}
-        for gradient in gradients:
-            kinds.setdefault(local_of(gradient) is None, []).append(gradient)
-        for of_kind in kinds.values():
-            together(of_kind, found_inf, inv_scale)
-
-    setattr(torch, together.__name__, by_kind)
-    scaler: Any = torch.amp.GradScaler
-    unscale = scaler._unscale_grads_
-
-    @wraps(unscale)
-    def agreed(self: Any, optimizer: Optimizer, *args: Any) -> dict[torch.device, Tensor]:
-        found: dict[torch.device, Tensor] = unscale(self, optimizer, *args)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        meshes = dict.fromkeys(mesh for p in parameters if (mesh := getattr(p, "device_mesh", None)) is not None)
-        for mesh in meshes if any(mesh.ndim > 1 for mesh in meshes) else ():
-            for flag in found.values():
-                flag.copy_(_largest(flag, mesh))
-        return found
-
-    scaler._unscale_grads_ = agreed
-
-
-@cache
 def let_checkpoints_find_parts() -> None:
     """From now on, let torch's checkpoints ask `part_of` which part of a DTensor a rank has."""
     from torch.distributed import _state_dict_utils
@@ -262,15 +229,6 @@ def part_of(
         offsets[cut.dim] = offsets[cut.dim] + start if start < length else shape[cut.dim]
         return tuple(sizes), tuple(offsets)
     return theirs(shape, mesh, placements, *options, **named)
-
-
-def _largest(flag: Tensor, mesh: Mesh) -> Tensor:
-    """The largest value that a rank of `mesh` has. Communicates."""
-    from torch.distributed.tensor import Partial
-
-    parts = _dtensor_class().from_local(flag, mesh, [Partial("max")] * mesh.ndim, run_check=False)
-    largest: Tensor = parts.full_tensor()
-    return largest
 
 
 def is_replaced(parameter: nn.Parameter, cause: str) -> None:

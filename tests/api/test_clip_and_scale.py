@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp
 from tests.support.models import CASES, Case, assert_close, join_all, local, loss_of, world_log, wrap
@@ -78,13 +79,14 @@ def test_the_method_of_the_wrapper_is_the_function_and_communicates_once(rank: i
     assert [call.kind for call in world_log()[before:]] == ["all_reduce"]
 
 
+@pytest.mark.parametrize("power", [2.0, math.inf])
 @on_ranks(3)
-def test_a_gradient_that_is_not_a_number_says_so_on_every_rank(rank: int) -> None:
+def test_a_gradient_that_is_not_a_number_says_so_on_every_rank(rank: int, power: float) -> None:
     model = wrap(CASES["net"])
     backward(model, CASES["net"], [rank])
     if rank == 1:
         local(next(p.grad for p in model.parameters() if p.grad is not None))[0] = math.nan
-    assert bool(fsdp.clip_grad_norm_(model, 1.0).isnan()) is True
+    assert bool(fsdp.clip_grad_norm_(model, 1.0, power).isnan()) is True
 
 
 @on_ranks(2)
@@ -96,6 +98,32 @@ def test_a_scaler_steps_an_optimizer_of_which_this_rank_holds_nothing(rank: int)
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize(
+    "way", [{}, {"sharding_strategy": "NO_SHARD"}, {"dtensors": True}], ids=["shards", "replicas", "dtensors"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("wide_first", [True, False])
+@pytest.mark.parametrize("own", [True, False], ids=["fsdp's scaler", "torch's scaler"])
+@on_ranks(4)
+def test_all_ranks_of_two_roots_leave_out_a_step(
+    rank: int, own: bool, wide_first: bool, dtype: torch.dtype, way: dict[str, Any]
+) -> None:
+    """One root is over all ranks, the other one over the rows of a mesh; one rank finds an overflow in the latter."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "shard"))
+    wide = fsdp.fully_shard(nn.Linear(4, 8), **way)
+    narrow = fsdp.fully_shard(nn.Linear(4, 8).to(dtype), mesh=mesh["shard"], **way)
+    roots = nn.ModuleList([wide, narrow] if wide_first else [narrow, wide])
+    optimizer = torch.optim.SGD(roots.parameters(), lr=0.1)
+    scaler = fsdp.ShardedGradScaler(roots, "cpu", init_scale=4.0) if own else torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = [local(p).clone() for p in roots.parameters()]
+    loss = wide(torch.ones(2, 4)).sum() + narrow(torch.ones(2, 4, dtype=dtype)).sum() * (math.inf if rank == 1 else 1.0)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert all(torch.equal(local(p), old) for p, old in zip(roots.parameters(), before, strict=True))
 
 
 @on_ranks(2)
