@@ -7,7 +7,7 @@ the answer.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,13 @@ class _Shard(NamedTuple):
     parameter: nn.Parameter
     unsharded: nn.Parameter
     engine: Engine
+
+
+def refuse_compiled_autograd() -> NoReturn:
+    raise ShardingError(
+        "a backward under compiled autograd: it is traced with other tensors, and the gathers and reductions of sharded modules "
+        "would not run in it. Call backward() outside, or set torch._dynamo.config.compiled_autograd = False."
+    )
 
 
 def translate_shards(call: EngineCall) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.api import clip_and_scale
-from fsdp.api.shard_grads import translate_shards
+from fsdp.api.shard_grads import refuse_compiled_autograd, translate_shards
 from fsdp.autograd.engine_calls import intercept_engine_calls
 from fsdp.building.builder import build, check_initialisation
 from fsdp.building.choose_units import Planned, WrapPolicy, make_plan
@@ -135,7 +135,7 @@ def fully_shard(
     own = [info for one in plan for info in one.param_infos if info.mesh is not None]
     meshes = dict.fromkeys((mesh, *(info.mesh for info in own)))
     around = dict.fromkeys(group for one in meshes for group in groups_around(one, given))
-    intercept_engine_calls(translate_shards)
+    intercept_engine_calls(translate_shards, refuse_compiled_autograd)
     clip_and_scale.let_scalers_agree()
     dtensor_mesh = open_mesh(process_group, mesh, device_of(plan)) if config.dtensors else None
     comms = open_comms(*ranks, config.reduction.streams)._replace(across=comms.across)

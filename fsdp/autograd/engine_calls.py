@@ -4,16 +4,20 @@ A loss leads to unsharded parameters, never to shards. For `torch.autograd.grad`
 finds no path, runs no node and returns None, so no hook of torch can notice such a call.
 """
 
+import sys
 import threading
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from fsdp.autograd.dynamo import uncompiled
+
 _ENGINE: Final = "_engine_run_backward"
 """The function in `torch.autograd` through which both `grad` and `backward` call the engine. Tracing replaces it too."""
+_COMPILED_AUTOGRAD: Final = "torch._dynamo.compiled_autograd"
 _MARK: Final = "_fsdp_intercepts"
 _in_this_thread: Final = threading.local()
 
@@ -39,15 +43,16 @@ class Answered(Exception):  # not an error
         self.gradients = gradients
 
 
-def intercept_engine_calls(translate: Callable[[EngineCall], tuple[Any, ...]]) -> None:
+def intercept_engine_calls(translate: Callable[[EngineCall], tuple[Any, ...]], refuse: Callable[[], NoReturn]) -> None:
     """From now on, let `translate` choose the inputs of each call that names inputs, or answer it by raising `Answered`.
 
-    A call without inputs costs one call of Python more. Idempotent.
+    A call without inputs costs one call of Python more. `refuse` raises an error under compiled autograd. Idempotent.
     """
     run: Callable[..., Any] = getattr(torch.autograd, _ENGINE)
     if hasattr(run, _MARK):
         return
 
+    @uncompiled
     @wraps(run)
     def run_translated(
         outputs: Any,
@@ -58,6 +63,9 @@ def intercept_engine_calls(translate: Callable[[EngineCall], tuple[Any, ...]]) -
         allow_unreachable: bool = False,
         accumulate_grad: bool = False,
     ) -> Any:
+        compiler = sys.modules.get(_COMPILED_AUTOGRAD)
+        if compiler is not None and compiler.compiled_autograd_enabled:
+            refuse()
         if inputs:
             call = EngineCall(outputs, output_grads, retain_graph, create_graph, inputs, accumulate_grad, allow_unreachable)
             try:

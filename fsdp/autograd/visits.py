@@ -34,6 +34,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -357,9 +358,17 @@ def node_behind(tensor: Tensor) -> Node | None:
 
 def grad_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
     """The tensors among the arguments that require grad."""
-    if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
+    if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs and forward_ad._current_level < 0:
         return args if args[0].requires_grad else ()
-    return [tensor for tensor in (*tensors_in(args), *tensors_in(kwargs)) if tensor.requires_grad]
+    return [tensor for tensor in with_tangents([*tensors_in(args), *tensors_in(kwargs)]) if tensor.requires_grad]
+
+
+def with_tangents(tensors: list[Tensor]) -> list[Tensor]:
+    """These tensors and, where forward-mode differentiation runs, their tangents: a backward comes to those too."""
+    if forward_ad._current_level < 0:
+        return tensors
+    tangents = [forward_ad.unpack_dual(tensor).tangent for tensor in tensors]  # type: ignore[no-untyped-call]
+    return tensors + [tangent for tangent in tangents if tangent is not None]
 
 
 def of_this_thread(args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> tuple[Any, Any] | None:

@@ -17,7 +17,7 @@ from fsdp.autograd.cast import Cast
 from fsdp.autograd.dynamo import uncompiled
 from fsdp.autograd.frames import in_backward, times_running
 from fsdp.autograd.pytree import Attributes, modules_within, tensors_in
-from fsdp.autograd.visits import ForwardCall, grad_inputs, of_this_thread
+from fsdp.autograd.visits import ForwardCall, grad_inputs, of_this_thread, with_tangents
 from fsdp.debug.guard import Guard
 from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
@@ -248,7 +248,7 @@ class ForwardHooks(RefuseCopy):
         Refuse the parameters of the unit among them.
         """
         keys = self._unit.keys
-        returned = [output] if isinstance(output, Tensor) else list(tensors_in(output))
+        returned = with_tangents([output] if isinstance(output, Tensor) else list(tensors_in(output)))
         left = self._side_outputs.attributes()
         for tensor in (*returned, *left):
             if storage_key(tensor) in keys:

@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
+from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
@@ -650,3 +652,42 @@ def test_a_hook_on_an_output_may_run_a_backward_through_the_unit(strategy: str) 
     found = fsdp.simulate(2, lambda rank: trained(sharded=True))
     like = dict(nn.Sequential(nn.Linear(6, 6), Equilibrium(), Equilibrium()).named_parameters())
     assert_close(join_all(found, like), trained(sharded=False))
+
+
+@pytest.mark.parametrize("use", ["tangent", "both"])
+def test_a_backward_may_begin_at_a_tangent(use: str) -> None:
+    """Rank 0 alone computes one: ranks that are threads share the level of forward-mode differentiation."""
+
+    def loss_of(model: nn.Module, rank: int) -> Tensor:
+        x = torch.linspace(-1, 1, 8).view(2, 4) + rank
+        if rank == 1:
+            return model(x).pow(2).sum()
+        with forward_ad.dual_level():
+            value, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
+        return (value + tangent if use == "both" else tangent).pow(2).sum()
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def fn(rank: int) -> list[Tensor]:
+        model = fsdp.fully_shard(make(), auto_wrap_policy={nn.Linear})
+        loss_of(model, rank).backward()
+        return [fsdp.full_tensor(p.grad) for p in model.parameters()]
+
+    plain = make()
+    (sum(loss_of(plain, rank) for rank in range(2)) / 2).backward()
+    for gradients in fsdp.simulate(2, fn):
+        for gradient, p in zip(gradients, plain.parameters(), strict=True):
+            torch.testing.assert_close(gradient, p.grad)
+
+
+@on_ranks(2)
+def test_compiled_autograd_is_refused_and_changes_nothing(rank: int) -> None:
+    model = fsdp.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), auto_wrap_policy={nn.Linear})
+    loss = model(torch.ones(2, 4)).sum()
+    if rank == 0:  # torch's switch is one for all ranks that are threads
+        with compiled_autograd._enable(torch.compile), pytest.raises(fsdp.ShardingError, match="under compiled autograd"):
+            loss.backward()
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())

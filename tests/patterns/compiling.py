@@ -21,15 +21,16 @@ def _compiles(what: str) -> None:
             elif what == "units":
                 for block in model.blocks:
                     block.compile(backend="aot_eager")
-            else:
+            elif what == "the whole model":
                 compiled = torch.compile(model, backend="aot_eager")
+        step_of = torch.compile(train, backend="aot_eager") if run.sharded and what == "a step" else train
         optimizer = sgd(model)
         for step in range(2):
             optimizer.zero_grad()
-            train(compiled, run.data(step, 2, WIDTH))
+            step_of(compiled, run.data(step, 2, WIDTH))
             yield
             optimizer.step()
 
 
-for _what in ("modules inside units", "units", "the whole model"):
+for _what in ("modules inside units", "units", "the whole model", "a step"):
     _compiles(_what)
