@@ -8,7 +8,7 @@ exploration leaves out, and some other tree includes it.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -69,7 +69,8 @@ KINDS: Final = {Sync.NO_SYNC: " under no_sync", Sync.AUTOGRAD_GRAD: " by autogra
 class Report(NamedTuple):
     """The result of one exploration."""
 
-    tree: str
+    name: str
+    """Of the tree, or of the scene of buckets."""
     states: int
     transitions: int
     refusals: int
@@ -80,46 +81,55 @@ class Report(NamedTuple):
 
 
 @collector_off()
-def explore(tree: Tree) -> Report:
-    """Visit every reachable joint state of the tree. Stops at the first depth with a violation."""
+def search(
+    name: str, harness: Any, perform: Callable[[Any, int], object], describe: Callable[..., str], breakage: bool = False
+) -> Report:
+    """Visit every joint state of a harness that can be reached. Stops at the first depth with a violation.
+
+    `perform` makes a move, of which the effect after so many fails; it returns whether one failed. With `breakage` each effect
+    fails once. `describe` puts a move into words: the state before it, the move, and the number of that effect.
+    """
     began = time.perf_counter()
-    harness = Harness(tree)
     start = harness.freeze()
-    came_from: dict[Snapshot, tuple[Snapshot, Move, int] | None] = {start: None}
+    came_from: dict[Any, tuple[Any, Any, int] | None] = {start: None}
     frontier = deque((start,))
     transitions = refusals = 0
-    while frontier:
-        here = frontier.popleft()
-        harness.restore(here)
-        for move in tuple(harness.moves()):
-            fail_after = NEVER
-            while True:
-                harness.restore(here)
-                transitions += 1
-                refusals += move.what is What.REFUSED
-                try:
-                    broke = harness.perform(move, fail_after)
-                except Violation as violation:
-                    steps = story_of(came_from, here, partial(_describe, tree))
-                    story = (*steps, _describe(tree, here, move, fail_after), f"=> {violation}")
-                    return Report(tree.name, len(came_from), transitions, refusals, 1, story, time.perf_counter() - began)
-                there = harness.freeze()
-                if there not in came_from:
-                    came_from[there] = (here, move, fail_after)
-                    frontier.append(there)
-                if not tree.scope.breakage or (fail_after != NEVER and not broke):
-                    break
-                fail_after += 1
-    return Report(tree.name, len(came_from), transitions, refusals, 0, (), time.perf_counter() - began)
+    story: tuple[str, ...] = ()
+    try:
+        while frontier:
+            step = None
+            here = frontier.popleft()
+            harness.restore(here)
+            for move in tuple(harness.moves()):
+                fail_after = NEVER
+                while True:
+                    step = here, move, fail_after
+                    harness.restore(here)
+                    transitions += 1
+                    refusals += move.what is What.REFUSED
+                    broke = perform(move, fail_after)
+                    there = harness.freeze()
+                    if there not in came_from:
+                        came_from[there] = step
+                        frontier.append(there)
+                    if not breakage or (fail_after != NEVER and not broke):
+                        break
+                    fail_after += 1
+    except Violation as violation:
+        steps = [f"=> {violation}"]
+        step = step or came_from[here]  # the state itself may be the violation
+        while step is not None:
+            steps.append(describe(*step))
+            step = came_from[step[0]]
+        story = tuple(reversed(steps))
+    seconds = time.perf_counter() - began
+    return Report(name, len(came_from), transitions, refusals, int(bool(story)), story, seconds)
 
 
-def story_of(came_from: dict[Any, Any], state: Any, describe: Callable[..., str]) -> tuple[str, ...]:
-    """The moves that lead to a state. `describe` puts one into words: the state before it, the move, and what else is known."""
-    steps: list[str] = []
-    while (step := came_from[state]) is not None:
-        steps.append(describe(*step))
-        state = step[0]
-    return tuple(reversed(steps))
+def explore(tree: Tree) -> Report:
+    """Visit every reachable joint state of the tree."""
+    harness = Harness(tree)
+    return search(tree.name, harness, harness.perform, partial(_describe, tree), tree.scope.breakage)
 
 
 def _describe(tree: Tree, before: Snapshot, move: Move, fail_after: int) -> str:
@@ -140,23 +150,22 @@ def _describe(tree: Tree, before: Snapshot, move: Move, fail_after: int) -> str:
     return words if fail_after == NEVER else f"{words}, and effect {fail_after + 1} of it fails"
 
 
-def chosen(name: str) -> Sequence[Tree]:
-    """Return the trees of that name, or all of them."""
-    return [tree for tree in TREES if name in ("all", tree.name)]
-
-
 def run(name: str) -> int:
-    """Explore, print a table, and return the exit status."""
-    trees = chosen(name)
+    """Explore the tree of that name, or all of them; print a table, and return the exit status."""
+    trees = [tree for tree in TREES if name in ("all", tree.name)]
     if not trees:
         print(f"no tree {name!r}; there are: all, {', '.join(tree.name for tree in TREES)}")
         return 2
-    print(f"{'tree':<14} {'units':>5} {'joint states':>12} {'transitions':>12} {'refused':>8} {'violations':>10} {'seconds':>8}")
+    return print_reports("tree", "units", ((len(tree.units), explore(tree)) for tree in trees))
+
+
+def print_reports(kind: str, size: str, reports: Iterable[tuple[int, Report]]) -> int:
+    """Print a row for each exploration, with its size, and the story of a violation; return the exit status."""
+    print(f"{kind:<20} {size:>5} {'joint states':>12} {'transitions':>12} {'refused':>8} {'violations':>10} {'seconds':>8}")
     failed = False
-    for tree in trees:
-        found = explore(tree)
+    for count, found in reports:
         print(
-            f"{found.tree:<14} {len(tree.units):>5} {found.states:>12,} {found.transitions:>12,} "
+            f"{found.name:<20} {count:>5} {found.states:>12,} {found.transitions:>12,} "
             f"{found.refusals:>8,} {found.violations:>10} {found.seconds:>8.1f}"
         )
         for step in found.story:

@@ -3,15 +3,11 @@
 The search is that of explore.py: breadth first, from rest, without a bound on depth.
 """
 
-import time
-from collections import deque
 from typing import Any, Final
 
 from state_machine.bucket import BucketEvent, BucketKind, BucketState
-from state_machine.explorer import collector_off
 from state_machine.explorer.bucket_harness import BucketHarness, Move, Part, Scene, What
-from state_machine.explorer.explore import Report, story_of
-from state_machine.explorer.invariants import Violation
+from state_machine.explorer.explore import Report, print_reports, search
 
 ORDINARY, BEHIND, EARLY, UNUSED, AT_END = BucketKind
 
@@ -44,42 +40,16 @@ SCENES: Final = (
 )
 
 
-@collector_off()
 def explore_buckets(scene: Scene, used: set[tuple[BucketKind, BucketState, BucketEvent]] | None = None) -> Report:
-    """Visit every reachable joint state of the scene. Stops at the first violation. `used` gets the rows that were used."""
-    began = time.perf_counter()
+    """Visit every reachable joint state of the scene. `used` gets the rows that were used."""
     harness = BucketHarness(scene)
-    start = harness.freeze()
-    came_from: dict[Any, tuple[Any, Move] | None] = {start: None}
-    frontier = deque((start,))
-    transitions = 0
-    story: tuple[str, ...] = ()
-    while frontier and not story:
-        here = frontier.popleft()
-        harness.restore(here)
-        try:
-            moves = tuple(harness.moves())
-        except Violation as violation:
-            story = (*story_of(came_from, here, _describe), f"=> {violation}")
-            break
-        for move in moves:
-            harness.restore(here)
-            transitions += 1
-            try:
-                harness.perform(move)
-            except Violation as violation:
-                story = (*story_of(came_from, here, _describe), _describe(here, move), f"=> {violation}")
-                break
-            there = harness.freeze()
-            if there not in came_from:
-                came_from[there] = (here, move)
-                frontier.append(there)
+    report = search(scene.name, harness, lambda move, _: harness.perform(move), _describe)
     if used is not None:
         used |= harness.used
-    return Report(scene.name, len(came_from), transitions, 0, int(bool(story)), story, time.perf_counter() - began)
+    return report
 
 
-def _describe(before: Any, move: Move) -> str:
+def _describe(before: Any, move: Move, _: int) -> str:
     """Describe a move in words. A step that a rank takes by itself is described by its name in `todo`."""
     if move.what is What.GOES_ON:
         todo = before[1][move.rank][4][7]
@@ -89,15 +59,4 @@ def _describe(before: Any, move: Move) -> str:
 
 def run() -> int:
     """Explore, print a table, and return the exit status."""
-    print(f"{'scene':<20} {'ranks':>5} {'joint states':>12} {'transitions':>12} {'violations':>10} {'seconds':>8}")
-    failed = False
-    for scene in SCENES:
-        found = explore_buckets(scene)
-        print(
-            f"{found.tree:<20} {scene.ranks:>5} {found.states:>12,} {found.transitions:>12,} {found.violations:>10} "
-            f"{found.seconds:>8.1f}"
-        )
-        for step in found.story:
-            print(f"    {step}")
-        failed = failed or found.violations > 0
-    return int(failed)
+    return print_reports("scene", "ranks", ((scene.ranks, explore_buckets(scene)) for scene in SCENES))
