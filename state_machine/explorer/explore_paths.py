@@ -107,7 +107,8 @@ class Rank:
         self._mixed = False
         self._serves = serves
         """Whether this rank serves the others when it has no data left."""
-        self._results: dict[int, object] = {}
+        self.results: dict[int, object] = {}
+        """Those of the collectives that are over, by number."""
         self._paths = make(UNITS)
         self._run = self._steps(program)
 
@@ -125,10 +126,6 @@ class Rank:
             except Mixed as failure:
                 raise Broken("a meeting found ranks in different places") from failure
         return self.actions[number] if number < len(self.actions) else None
-
-    def tell(self, number: int, result: object) -> None:
-        """The result of a collective is here."""
-        self._results[number] = result
 
     def _launch(self, kind: str, detail: int, given: object = None) -> Generator[Action, None, int]:
         self.launches.append(Launch(kind, detail, given))
@@ -156,7 +153,7 @@ class Rank:
                 assert isinstance(task, Exchange)
                 number = yield from self._launch("exchange", 0, task)
             yield Wait(number)
-            result = self._results[number]
+            result = self.results[number]
 
     def _gather(self, target: int) -> Generator[Action, None, int]:
         return (yield from self._launch("gather", target, self._weights))
@@ -210,7 +207,7 @@ class Rank:
         yield Wait(number)
         if self.launches[number][:2] != ("gather", target):
             raise Broken(f"a rank computes with unit {target}, which it has not gathered")
-        weights = self._results[number]
+        weights = self.results[number]
         assert isinstance(weights, list)
         self._mixed = self._mixed or len(set(weights)) > 1
 
@@ -265,14 +262,15 @@ def _may_move(ranks: Sequence[Rank], index: int, here: Sequence[int], launched: 
     action = rank.action(here[index])
     if action is None:
         return False
+    if isinstance(action, UserWait):
+        reached = [[*other.actions[:count], other.action(count)] for other, count in zip(ranks, here, strict=True)]
+        return all(sum(isinstance(one, UserWait) for one in actions) >= action.number for actions in reached)
     if isinstance(action, Wait):
         if min(launched) <= action.number:
             return False
-        same = [other.launches[action.number] for other in ranks]
-        if same[0].kind == "meet":
-            rank.tell(action.number, [max(values) for values in zip(*(one.given for one in same), strict=True)])
-        else:
-            rank.tell(action.number, [one.given for one in same])
+        given = [other.launches[action.number].given for other in ranks]
+        is_meeting = rank.launches[action.number].kind == "meet"
+        rank.results[action.number] = [*map(max, zip(*given, strict=True))] if is_meeting else given
     return True
 
 
