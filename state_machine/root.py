@@ -4,6 +4,7 @@ This file has no side effects. It turns an event into instructions; the engine (
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Final, NamedTuple
 
 from state_machine.lifecycle import Lifecycle
@@ -30,16 +31,14 @@ class Root:
     engine then calls `begin`.
     """
 
-    __slots__ = ("_instruction_cache", "backward", "copies", "in_backward", "lifecycles", "number")
+    __slots__ = ("backward", "copies", "in_backward", "lifecycles", "number")
 
     def __init__(self, lifecycles: Sequence[Lifecycle]) -> None:
         self.lifecycles = tuple(lifecycles)
         self.copies = tuple(Copy(one.unit, one.reshard_policy) for one in self.lifecycles)
-        self.restore(BackwardState.RESTING)
+        self.backward, self.in_backward = BackwardState.RESTING, False
         self.number = 1
         """The number of the backward that runs, or of the next one. Data recorded under another number is out of date."""
-        # only a few different results exist
-        self._instruction_cache: dict[tuple[int, tuple[Action, ...]], tuple[Instruction, ...]] = {}
 
     @property
     def synchronises(self) -> bool:
@@ -67,9 +66,7 @@ class Root:
             actions = tuple([action for action in actions if action is not Action.JOIN_BACKWARD])
         if event is Event.GRAD_ACCUMULATED:
             self._on(BackwardEvent.GRAD_ACCUMULATED)
-        if not actions:
-            return ()
-        return self._instruction_cache.get((unit, actions)) or self._instructions(unit, actions)
+        return _instructions(unit, actions)
 
     def set_reshard_policy(self, unit: int, policy: ReshardPolicy) -> None:
         """From now on, a unit follows the tables of `policy`. The states of a unit are the same in all of them."""
@@ -102,11 +99,9 @@ class Root:
         if event is BackwardEvent.CALLBACK_RUNS_INSIDE or event is BackwardEvent.FAILS_INSIDE:
             for copy in self.copies:
                 copy.on(CopyEvent.BACKWARD_INSIDE)
-        cached = self._instruction_cache
         found: list[Instruction] = []
         for unit in order:
-            actions = self.lifecycles[unit].on(unit_event)
-            found += cached.get((unit, actions)) or self._instructions(unit, actions)
+            found += _instructions(unit, self.lifecycles[unit].on(unit_event))
         first = [one for one in found if one.action not in COMMITTING]
         return (*first, *[one for one in found if one.action in COMMITTING])
 
@@ -119,10 +114,6 @@ class Root:
         for copy in self.copies:
             copy.on(CopyEvent.EVALUATION_ENDS)
 
-    def restore(self, backward: BackwardState) -> None:
-        """Set the state of the backward. Also whether one runs, which is asked often."""
-        self.backward, self.in_backward = backward, backward not in RESTING
-
     def _on(self, event: BackwardEvent) -> BackwardStep:
         try:
             step = BACKWARD[self.backward][event]
@@ -133,6 +124,8 @@ class Root:
         self.backward, self.in_backward = step.to, step.to not in RESTING
         return step
 
-    def _instructions(self, unit: int, actions: tuple[Action, ...]) -> tuple[Instruction, ...]:
-        found = self._instruction_cache[unit, actions] = tuple([Instruction(unit, action) for action in actions])
-        return found
+
+@cache
+def _instructions(unit: int, actions: tuple[Action, ...]) -> tuple[Instruction, ...]:
+    # only a few different results exist
+    return tuple([Instruction(unit, action) for action in actions])

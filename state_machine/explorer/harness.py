@@ -13,7 +13,7 @@ from state_machine.explorer.invariants import HIDDEN, NONE, NOWHERE, SAME, SHOWN
 from state_machine.explorer.model import Model, Move, Tree, What
 from state_machine.lifecycle import IllegalTransition, Lifecycle
 from state_machine.residency import Effect, Request, Residency, ResidencyState
-from state_machine.root import Instruction, Root
+from state_machine.root import RESTING, Instruction, Root
 from state_machine.staleness import CopyAction, CopyEvent, CopyState
 from state_machine.table import BackwardEvent, BackwardState, ReshardPolicy
 from state_machine.vocabulary import Action, Event, State
@@ -44,7 +44,7 @@ BEGINS: Final = {
     Sync.AUTOGRAD_GRAD: BackwardEvent.GRAD_ONLY_BEGINS,
 }
 RUNS: Final = {
-    Sync.NO_BACKWARD: (BackwardState.RESTING, BackwardState.RESTING_INSIDE),
+    Sync.NO_BACKWARD: RESTING,
     Sync.SYNC: (BackwardState.RUNNING_SYNC,),
     Sync.NO_SYNC: (BackwardState.RUNNING_NO_SYNC,),
     Sync.AUTOGRAD_GRAD: (BackwardState.RUNNING_NO_GRADS,),
@@ -94,8 +94,8 @@ class Harness:
     def restore(self, snapshot: Snapshot) -> None:
         """Restore a snapshot of `freeze`."""
         seen = self.seen
-        units, seen.path, seen.sync, seen.may_step, seen.evaluates, self.live, backward = snapshot
-        self.root.restore(backward)
+        units, seen.path, seen.sync, seen.may_step, seen.evaluates, self.live, self.root.backward = snapshot
+        self.root.in_backward = self.root.backward not in RESTING
         self.seen.queued = self.seen.sync is not Sync.NO_BACKWARD
         self.seen.committing.clear()
         for unit, (state, residence, copy, pending_return, facts) in enumerate(units):
