@@ -38,8 +38,6 @@ class CommonPath(PathPolicy):
         super().__init__(PassSchedules(schedule, schedule), _keep_until_the_end)
         self._forward_phase = Phase.FORWARD
         """The phase of the forward of the root that runs, or ran last."""
-        self.join: Joined | None = None
-        """Set inside `fsdp.join`: called where some ranks have no data left, at the end of a backward and before a step."""
         self.has_met = False
         """Whether the ranks have met before the backward that runs, which is that of a rank that has no data left."""
         engine.reducer.meeting = self._meet_at_end_of_backward
@@ -136,17 +134,12 @@ class CommonPath(PathPolicy):
         return True
 
     def _exchange_data_left(self, places: Places, has_data: bool) -> None:
-        """Where some ranks have no data left, and others end a backward or step: exchange which ones.
-
-        Raises:
-            ShardingError: a rank is not inside `fsdp.join`, or see `Joined.on_data_left`.
-        """
+        """Where some ranks have no data left, and others end a backward or step: exchange which ones."""
         if Place.NO_DATA not in places or not places & {Place.END_OF_BACKWARD, Place.STEP}:
             return
-        engine, join = self._engine, self.join
-        known = None if join is None else join.known_grads
-        comm, device = engine.comms.world_comm, engine.units[0].device
-        left = exchange_data_left(engine.reducer, comm, device, has_data=has_data, known_grads=known)
+        watcher = self._engine.watcher
+        join = watcher if isinstance(watcher, Joined) else None
+        left = exchange_data_left(self._engine, has_data=has_data, known_grads=None if join is None else join.known_grads)
         if outside := [rank for rank, other in enumerate(left.states) if not other.is_joined]:
             raise ShardingError(
                 f"a rank has no data left and waits at the end of fsdp.join, and {name_ranks(outside)} ended a backward outside "

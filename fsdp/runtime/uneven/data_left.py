@@ -17,9 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError, name_ranks
-from fsdp.reduction.reducer import Reducer
+from fsdp.runtime.engine import Engine
 from fsdp.shards.shard_tensor import plain, quick_attributes
 
 
@@ -153,22 +152,14 @@ _UNKNOWN, _NONE, _SOME = 0, 1, 2
 """The byte of a parameter: of the ranks with data, none can have a gradient; none has one; some rank has one."""
 
 
-def exchange_data_left(
-    reducer: Reducer,
-    comm: Communicator,
-    device: torch.device,
-    *,
-    has_data: bool,
-    known_grads: GradVersions | None,
-    operation: int = 0,
-) -> DataLeft:
+def exchange_data_left(engine: Engine, *, has_data: bool, known_grads: GradVersions | None, operation: int = 0) -> DataLeft:
     """Exchange what the ranks say of themselves, and which gradients they have.
 
     `known_grads`: those of this rank after its last backward or step inside a join; None outside of one.
 
     Traffic: an all-reduce of one byte a rank and one byte a sharded parameter.
     """
-    gradients = reducer.shard_grads
+    comm, gradients = engine.comms.world_comm, engine.reducer.shard_grads
     changed = known_grads is not None and known_grads.have_changed(gradients)
     removed = known_grads is not None and known_grads.were_removed(gradients)
     message = [0] * comm.size
@@ -177,11 +168,11 @@ def exchange_data_left(
     if has_data:
         message += [
             _UNKNOWN if not can else _NONE if one is None else _SOME
-            for can, one in zip(reducer.can_have_shard_grads, gradients, strict=True)
+            for can, one in zip(engine.reducer.can_have_shard_grads, gradients, strict=True)
         ]
     else:
         message += [_UNKNOWN] * len(gradients)
-    combined = torch.tensor(message, dtype=torch.uint8, device=device)
+    combined = torch.tensor(message, dtype=torch.uint8, device=engine.units[0].device)
     comm.all_reduce(combined, "max", "who has data left").wait()
     values = combined.tolist()
     return DataLeft([*map(RankState.from_byte, values[: comm.size])], values[comm.size :])

@@ -12,12 +12,13 @@ from torch import nn
 from fsdp.comm.broadcast_buffers import broadcast_buffers
 from fsdp.config import MeshKind
 from fsdp.errors import ShardingError
+from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import UnitRef, engines_in, unit_ref_of
 from fsdp.runtime.uneven.common_path import CommonPath
 from fsdp.runtime.uneven.join_base import Joined, JoinRules
-from fsdp.runtime.uneven.join_result import SteppedOptimizers, take_over
+from fsdp.runtime.uneven.join_result import stepped_optimizers, take_over
 from fsdp.runtime.uneven.join_with_last_batch import EvenJoin
-from fsdp.runtime.uneven.join_without_batch import UnevenJoin
+from state_machine.paths import Place
 
 
 @contextmanager
@@ -76,14 +77,14 @@ def join(
     else:
         joined = EvenJoin(model, engine, step, inputs, rules)
     with ExitStack() as stack:
-        stepped = stack.enter_context(SteppedOptimizers(model)) if step is None else None
+        stepped = stack.enter_context(stepped_optimizers(model)) if step is None else None
         stack.callback(engine.reducer.reductions.set_averaging_ranks, engine.comms.size)
         stack.enter_context(joined.connected())
         yield joined
         engine.reducer.forget_kept()  # gradients accumulated under `no_sync`, whose backward will not follow
         joined.serve()
         if stepped is not None:
-            take_over(joined.source, model, stepped.all_found(), engine.comms.world_comm)
+            take_over(joined.source, model, stepped(), engine.comms.world_comm)
         elif root.unit.config.broadcast_buffers:
             broadcast_buffers(root.unit.modules, engine.comms.world_comm, joined.source)
 
@@ -106,3 +107,26 @@ def _root_to_join(model: nn.Module, step: object, rules: JoinRules) -> UnitRef:
     if engine.reducer.policy.static_graph:
         raise ShardingError("join: a rank that has finished has no gradients, so leave out reduction.static_graph.")
     return root
+
+
+class UnevenJoin(Joined):
+    """The ranks of one root inside a join that go different ways. A rank that has no data left needs no batch.
+
+    It takes part in the gathers of the others, ends their backwards with zeros, and takes their steps. `joined.step` ends a step
+    of all ranks, as `fsdp.meet` does: a small collective, and before it what the next backward is expected to gather, in which
+    every rank takes part passively. A rank without data does not know whether a backward or `joined.step` comes next, so it is in
+    these gathers already. A backward or step that such a rank ends with the others costs one small collective more
+    (data_left.py).
+    """
+
+    def __init__(self, engine: Engine, path: CommonPath, step: Callable[[], object] | None, rules: JoinRules) -> None:
+        super().__init__(engine, step, rules)
+        self._path = path
+
+    def serve(self) -> None:
+        while others := self._path.meet(Place.NO_DATA) - {Place.NO_DATA}:
+            if Place.STEP in others:
+                self._step_with_others()
+
+    def _announce_step(self) -> None:
+        self._path.meet(Place.STEP)

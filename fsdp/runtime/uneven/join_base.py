@@ -4,8 +4,8 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from fsdp.errors import InputsExhausted, ShardingError, name_ranks
@@ -57,9 +57,14 @@ class Joined(PassWatcher, ABC):
         self._step()
         self.known_grads.remember(self._engine.reducer.shard_grads)
 
-    @abstractmethod
-    def connected(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def connected(self) -> Iterator[None]:
         """A context inside which the engine reports to this object."""
+        self._engine.watcher = self
+        try:
+            yield
+        finally:
+            self._engine.watcher = PassWatcher()
 
     @abstractmethod
     def serve(self) -> None:

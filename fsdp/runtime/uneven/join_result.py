@@ -1,7 +1,8 @@
 """What ranks get from each other at the end of a join without a step: weights, gradients, buffers, state of optimizers."""
 
 import gc
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -16,33 +17,27 @@ from fsdp.errors import ShardingError, name_ranks
 _LABEL: Final = "the result of join"
 
 
-class SteppedOptimizers:
-    """A context that finds the optimizers that step parameters of a model meanwhile, in the order of their first steps."""
+@contextmanager
+def stepped_optimizers(model: nn.Module) -> Iterator[Callable[[], list[Optimizer]]]:
+    """Yield a function that returns the optimizers that step parameters of `model` inside, in the order of their first steps.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._params = {id(parameter) for parameter in model.parameters()}
-        self._found: list[Optimizer] = []
+    If none has stepped, because there was no batch, it returns those that there are.
+    """
+    params = {id(parameter) for parameter in model.parameters()}
+    stepped: list[Optimizer] = []
 
-    def __enter__(self) -> "SteppedOptimizers":
-        self._handle = register_optimizer_step_post_hook(self._on_step)
-        return self
+    def has_params(optimizer: Optimizer) -> bool:
+        return any(id(parameter) in params for group in optimizer.param_groups for parameter in group["params"])
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._handle.remove()
+    def on_step(optimizer: Optimizer, *_: Any) -> None:
+        if has_params(optimizer) and not any(one is optimizer for one in stepped):
+            stepped.append(optimizer)
 
-    def _on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
-        if self._steps_params(optimizer) and not any(one is optimizer for one in self._found):
-            self._found.append(optimizer)
-
-    def all_found(self) -> list[Optimizer]:
-        """The optimizers. If none has stepped, because there was no batch, those that there are."""
-        if self._found:
-            return self._found
-        made = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
-        return [one for one in made if self._steps_params(one)]
-
-    def _steps_params(self, optimizer: Optimizer) -> bool:
-        return any(id(parameter) in self._params for group in optimizer.param_groups for parameter in group["params"])
+    handle = register_optimizer_step_post_hook(on_step)
+    try:
+        yield lambda: stepped or [one for one in gc.get_objects() if issubclass(type(one), Optimizer) and has_params(one)]
+    finally:
+        handle.remove()
 
 
 def take_over(source: int, model: nn.Module, optimizers: list[Optimizer], comm: Communicator) -> None:

@@ -19,7 +19,6 @@ from fsdp.autograd.pytree import tensors_in
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import InputsExhausted, ShardingError
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.path_policy import PassWatcher
 from fsdp.runtime.uneven.data_left import Next, exchange_data_left
 from fsdp.runtime.uneven.join_base import Joined, JoinRules
 
@@ -59,11 +58,10 @@ class EvenJoin(Joined):
     def connected(self) -> Iterator[None]:
         root = self._engine.units[0].module
         handle = root.register_forward_pre_hook(self._store_inputs, prepend=True, with_kwargs=True)
-        self._engine.watcher = self
         try:
-            yield
+            with super().connected():
+                yield
         finally:
-            self._engine.watcher = PassWatcher()
             handle.remove()
 
     def serve(self) -> None:
@@ -103,13 +101,10 @@ class EvenJoin(Joined):
             ShardingError: the ranks with data do different things, or have changed gradients outside the step.
             InputsExhausted: a rank has finished, and all ranks stop then.
         """
-        comm, device = self._engine.comms.world_comm, self._engine.units[0].device
         # instead of an operation, a finished rank says whether it lacks inputs
         number = int(self._args is None if operation is None else operation)
         has_data = operation is not None
-        left = exchange_data_left(
-            self._engine.reducer, comm, device, has_data=has_data, known_grads=self.known_grads, operation=number
-        )
+        left = exchange_data_left(self._engine, has_data=has_data, known_grads=self.known_grads, operation=number)
         if not left.ranks:
             return None
         counts = Counter(left.states[rank].operation for rank in left.ranks)
@@ -125,6 +120,7 @@ class EvenJoin(Joined):
                 self._engine.abandon_step(stop)  # the others do so in the forward that they have begun
             raise
         if found in _FORWARDS and any(left.states[rank].operation for rank in left.finished):
+            comm, device = self._engine.comms.world_comm, self._engine.units[0].device
             given = _exchange_inputs((self._args, self._kwargs), comm, self.source, device)
             if self._args is None and given is not None:
                 self._args, self._kwargs = given
