@@ -19,7 +19,7 @@ from fsdp.runtime.forward_hooks import EngineHooks
 from fsdp.runtime.launch_gathers import Gathers, gather_sizes
 from fsdp.runtime.passes import Passes
 from fsdp.runtime.path_policy import PathPolicy
-from fsdp.runtime.prefetch import PassSchedules, PrefetchSchedule
+from fsdp.runtime.prefetch import PrefetchSchedule
 from fsdp.runtime.refuse_copy import refuse_on_meta
 from fsdp.runtime.registry import UnitRef
 from fsdp.runtime.steps import check_steps
@@ -78,7 +78,7 @@ def _make_passes(engine: Engine) -> Passes:
             PrefetchSchedule(config.prefetch, f"{kind} of {names[0]!r}", names, gather_sizes(units), cap)
             for kind in ("forward", "backward")
         )
-        path = PathPolicy(PassSchedules(forward, backward), engine.reducer.reduce)
+        path = PathPolicy(forward, backward, engine.reducer.reduce)
     return Passes(engine, path, Gathers(units, engine.streams, cap, engine.stats.add_gathers))
 
 

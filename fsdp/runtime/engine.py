@@ -199,7 +199,7 @@ class Engine:
     def notify_peers(self, unit: str, failure: BaseException | None) -> None:
         """Notify the other ranks, which may wait for this one, that a step has ended early."""
         self.pending_backward.expected = False
-        self.path.schedules.forget()
+        self.path.forget()
         self.stats.abandon_step()
         self.comms.abandon(unit, failure)
 

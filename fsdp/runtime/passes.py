@@ -60,7 +60,7 @@ class Passes:
         self._streams = engine.streams
         self._path = path
         self._gathers = gathers
-        self._schedule = path.schedules.forward
+        self._schedule = path.forward
         """What is gathered next in the pass that runs."""
         self._stale_params = StaleParams(units, engine.root, engine.streams, engine.comms.world_comm)
         self._compiled = 0
@@ -116,7 +116,7 @@ class Passes:
                 engine.abandon_step()
         if not engine.forward.calls:
             self._begin_forward(index)
-        self._schedule = self._path.schedules.forward
+        self._schedule = self._path.forward
         engine.on_event(index, Event.PRE_FORWARD)
         engine.forward.calls.append(call)
 
@@ -147,7 +147,7 @@ class Passes:
             # another rank may have abandoned the last step or differ from this one; this rank waited between two passes
             engine.fail(failure, index)
             raise
-        self._path.schedules.forward.begin()
+        self._path.forward.begin()
         self._begin_pass(is_forward=True)
 
     def _meet_after_failure(self) -> None:
@@ -157,7 +157,7 @@ class Passes:
         if (restart := engine.pending_backward.announce_restart(self._units[0].name)) is not None:
             engine.abandon_step(restart, 0)
         if engine.pending_backward.was_abandoned() or abandoned:  # also just now by this rank: its peers forget in this step
-            self._path.schedules.forget()
+            self._path.forget()
         if engine.comms.across is not None:
             # a rank of another dimension may still be in a step that was abandoned
             engine.comms.across.reconnect()
@@ -266,7 +266,7 @@ class Passes:
                 call.path.versions += self._units[call.unit].write_back_inplace(call.taken)
         engine.backward = Pass(graph_task())
         self._compiled = getattr(sys.modules.get(_COMPILER), "FRAME_COUNTER", 0)
-        self._schedule = self._path.schedules.backward
+        self._schedule = self._path.backward
         self._reducer.begin(accumulates=kind is BackwardEvent.NO_SYNC_BEGINS)
         if reduces and self._reducer.policy.find_unused_parameters:
             self._reducer.expect_only_used(gets_gradient)
@@ -321,8 +321,8 @@ class Passes:
 
     def commit(self, index: int) -> None:
         """Put the reduced gradients of a unit into `.grad`. Wait for those of all units before the first one."""
-        if self._reducer.settle():
-            self._path.schedules.on_step_completed(in_forward=bool(self.engine.forward.calls))
+        if self._reducer.settle() and not self.engine.forward.calls:  # a backward inside a forward is not the end of a step
+            self._path.on_step_completed()
         self._reducer.commit(index)
         if self._units[index].trains:  # an optimizer may step from now on
             self._root.copies[index].on(CopyEvent.COMMITTED)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from fsdp.runtime.prefetch import PassSchedules
+from fsdp.runtime.prefetch import PrefetchSchedule
 
 
 class PathPolicy:
@@ -11,10 +11,21 @@ class PathPolicy:
     same_for_all = True
     """Whether all ranks call the same units in the same order, so that they end each pass together."""
 
-    def __init__(self, schedules: PassSchedules, reduce_grads: Callable[[int], None]) -> None:
+    def __init__(self, forward: PrefetchSchedule, backward: PrefetchSchedule, reduce_grads: Callable[[int], None]) -> None:
         """`reduce_grads` is called when the gradients of a unit are complete on this rank, with the number of the unit."""
-        self.schedules = schedules
+        self.forward = forward
+        self.backward = backward
         self.reduce_grads = reduce_grads
+
+    def on_step_completed(self) -> None:
+        """All ranks have reduced all gradients of a step."""
+        self.forward.on_step_completed()
+        self.backward.on_step_completed()
+
+    def forget(self) -> None:
+        """Forget the passes that run, and the records of both, unless units share gathers."""
+        self.forward.forget()
+        self.backward.forget()
 
     def forward_begins(self, records_graph: bool) -> None:
         """A forward of the root begins."""

@@ -124,24 +124,3 @@ class PrefetchSchedule:
                 group = []
             if unit is not None:
                 group.append(unit)
-
-
-class PassSchedules:
-    """The schedules of the forward and of the backward of one root."""
-
-    __slots__ = ("backward", "forward")
-
-    def __init__(self, forward: PrefetchSchedule, backward: PrefetchSchedule) -> None:
-        self.forward = forward
-        self.backward = backward
-
-    def on_step_completed(self, in_forward: bool) -> None:
-        """All ranks have reduced all gradients of a backward. A backward `in_forward` is not the end of a step."""
-        if not in_forward:
-            self.forward.on_step_completed()
-            self.backward.on_step_completed()
-
-    def forget(self) -> None:
-        """Forget the passes that run, and the records of both, unless units share gathers."""
-        self.forward.forget()
-        self.backward.forget()

@@ -105,12 +105,12 @@ class FSDPModule:
     def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
         """From now on, gather the units of `modules` whenever this one is gathered in a forward."""
         ref = _ref(self)
-        residence.prefetch(ref.engine.path.schedules.forward, ref, list(_wrapped(modules)))
+        residence.prefetch(ref.engine.path.forward, ref, list(_wrapped(modules)))
 
     def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
         """From now on, gather the units of `modules` whenever this one is gathered in a backward."""
         ref = _ref(self)
-        residence.prefetch(ref.engine.path.schedules.backward, ref, list(_wrapped(modules)))
+        residence.prefetch(ref.engine.path.backward, ref, list(_wrapped(modules)))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Do nothing: a backward gathers what it enters."""

@@ -17,7 +17,7 @@ from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.gathered_copies import backward_without_a_loss
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.path_policy import PathPolicy
-from fsdp.runtime.prefetch import PassSchedules, PrefetchSchedule
+from fsdp.runtime.prefetch import PrefetchSchedule
 from fsdp.runtime.registry import collective_call, engines_in, refuse_unless_resting
 from fsdp.runtime.uneven.data_left import Next, exchange_data_left
 from fsdp.runtime.uneven.gather_order import Combine, GatherOrder
@@ -35,7 +35,7 @@ class CommonPath(PathPolicy):
         self._engine = engine
         self._order = GatherOrder(engine.units, engine.comms, engine.streams, engine.tracker, engine.reducer.used_params.combine)
         schedule = CommonSchedule(self, self._order, engine.units[0].config.prefetch)
-        super().__init__(PassSchedules(schedule, schedule), _keep_until_the_end)
+        super().__init__(schedule, schedule, _keep_until_the_end)
         self._forward_phase = Phase.FORWARD
         """The phase of the forward of the root that runs, or ran last."""
         self.has_met = False
@@ -80,7 +80,7 @@ class CommonPath(PathPolicy):
     def _forget_if_abandoned(self) -> None:
         """What a forward would begin with: another model on the same communicators may have abandoned a step."""
         if self._engine.pending_backward.was_abandoned():
-            self.schedules.forget()
+            self.forget()
 
     # what the passes ask ------------------------------------------------------------------
 

@@ -270,7 +270,7 @@ def test_what_needs_the_same_path_is_refused(rank: int) -> None:
     model = make(uneven_paths=True)
     (engine,) = engines_in(model, "test")
     with pytest.raises(fsdp.ShardingError, match="what is prefetched cannot be given"):
-        engine.path.schedules.forward.give(0, [1])
+        engine.path.forward.give(0, [1])
 
 
 def test_a_comm_hook_reduces_what_some_rank_has() -> None:
