@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Final
 
 from fsdp.autograd.frames import GRAD, backward_caller, in_backward, in_split_backward
@@ -12,15 +13,6 @@ from state_machine import BackwardEvent, Root
 
 UNWINDING: Final = 5.0
 """Seconds that a thread of autograd may take to drop the graph task of a backward that has failed, and its graph."""
-
-
-class BackwardEnd:
-    """Whether the final callback of a backward has been called or dropped, and has done its work."""
-
-    __slots__ = ("is_over",)
-
-    def __init__(self, is_over: bool = False) -> None:
-        self.is_over = is_over
 
 
 class FinalCallback:
@@ -33,7 +25,7 @@ class FinalCallback:
 
     __slots__ = ("_end", "_number", "_on_ended", "_on_failed", "_root")
 
-    def __init__(self, root: Root, on_ended: Callable[[], None], on_failed: Callable[[], None], end: BackwardEnd) -> None:
+    def __init__(self, root: Root, on_ended: Callable[[], None], on_failed: Callable[[], None], end: SimpleNamespace) -> None:
         self._root = root
         self._end = end
         self._on_ended = on_ended
@@ -103,12 +95,12 @@ class PendingBackward:
         """Whether the last forward made a graph, and no backward in which other ranks would wait has entered it."""
         self._graphs = 0
         """The number of calls of units whose graphs are alive."""
-        self._end = BackwardEnd(is_over=True)
-        """The end of the last backward. There was none."""
+        self._end = SimpleNamespace(is_over=True)
+        """Whether the final callback of the last backward has been called or dropped, and has done its work. There was none."""
 
     def callback(self, root: Root, on_ended: Callable[[], None], on_failed: Callable[[], None]) -> FinalCallback:
         """The final callback of a backward that begins."""
-        self._end = BackwardEnd()
+        self._end = SimpleNamespace(is_over=False)
         return FinalCallback(root, on_ended, on_failed, self._end)
 
     def await_end(self) -> None:

@@ -13,8 +13,7 @@ unsharded parameter.
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import filterfalse
 from typing import Any, NoReturn
@@ -56,14 +55,17 @@ class BackwardHooks(RefuseCopy, UnitObserver):
             early_bucket = number if number in engine.reducer.early else None
             hook = _post_accumulate_hook(self, early_bucket, engine.streams)
             for unsharded in engine.reducer.buckets[number].flat.unsharded_params:
-                if _can_train(unsharded):
-                    with _trainable(unsharded):
-                        self._handles.append(unsharded.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        for place in self._unit.param_infos:
-            if _can_train(place.parameter):
-                refuse = RefuseShardGrad(place.names[0], self._unit.name)
-                with _trainable(place.parameter):
-                    self._handles.append(place.parameter.register_hook(refuse))  # type: ignore[no-untyped-call]
+                self._set_hook(unsharded, unsharded.register_post_accumulate_grad_hook, hook)
+        for info in self._unit.param_infos:
+            self._set_hook(info.parameter, info.parameter.register_hook, RefuseShardGrad(info.names[0], self._unit.name))
+
+    def _set_hook(self, parameter: Tensor, register: Callable[..., RemovableHandle], hook: Callable[..., None]) -> None:
+        """Set a hook on a parameter. torch does so only if it requires a gradient, and a frozen one may be trained later."""
+        if parameter.is_floating_point() or parameter.is_complex():
+            trains = parameter.requires_grad
+            parameter.requires_grad_(True)
+            self._handles.append(register(hook))
+            parameter.requires_grad_(trains)
 
     def remove(self) -> None:
         """Remove the hooks on parameters."""
@@ -153,7 +155,7 @@ class BackwardHooks(RefuseCopy, UnitObserver):
             if around.entered_in != hooks.visit.backward:
                 hooks.enter_from_inner_unit(around, path.has_grad_inputs)
         self._refuse_changed_parameters(path.versions)
-        self._passes.pre_backward(self._index)
+        self._engine.on_event(self._index, Event.PRE_BACKWARD)
         self.visit.reach(path)
         if torch.is_grad_enabled():
             # any of these units may have made the gradients
@@ -174,7 +176,7 @@ class BackwardHooks(RefuseCopy, UnitObserver):
 
     def _pre_backward_again(self) -> None:
         """Enter the unit where no call is followed."""
-        self._passes.pre_backward(self._index)
+        self._engine.on_event(self._index, Event.PRE_BACKWARD)
         self.visit.reach_again()
 
     def _on_input_grad(self, path: BackwardPath, gradients: Sequence[Tensor | None]) -> None:
@@ -197,7 +199,7 @@ class BackwardHooks(RefuseCopy, UnitObserver):
 
     def _post_backward(self) -> None:
         self.visit.take_grads()
-        self._passes.post_backward(self._index)
+        self._engine.on_event(self._index, self._engine.root.post_backward_event())
 
     def _refuse_changed_parameters(self, versions: int) -> None:
         if versions != self._unit.versions.now():
@@ -219,7 +221,8 @@ class BackwardHooks(RefuseCopy, UnitObserver):
             if self.visit.lost_act is not None or torch.is_grad_enabled():
                 self._refuse_first_grad()
             self.visit.add_grad()
-            self._passes.add_gradient(self._index)
+            self._engine.on_event(self._index, Event.GRAD_ACCUMULATED)
+            self._unit.begin_pending()
         if early_bucket is not None:
             self._passes.add_early_gradient(early_bucket)
 
@@ -291,10 +294,6 @@ class BackwardHooks(RefuseCopy, UnitObserver):
             self.hook_endpoints()
 
 
-def _can_train(parameter: Tensor) -> bool:
-    return parameter.is_floating_point() or parameter.is_complex()
-
-
 def _post_accumulate_hook(owner: BackwardHooks, early_bucket: int | None, streams: Streams) -> Callable[[Tensor], None]:
     """The hook on the parameters of one bucket: it calls `on_gradient(early_bucket)` after the first accumulation.
 
@@ -310,15 +309,6 @@ def _post_accumulate_hook(owner: BackwardHooks, early_bucket: int | None, stream
             target.on_gradient(early_bucket)
 
     return accumulated
-
-
-@contextmanager
-def _trainable(parameter: Tensor) -> Iterator[None]:
-    """Make `parameter` require a gradient inside. torch sets hooks only then, and a frozen parameter may be trained later."""
-    frozen = not parameter.requires_grad
-    parameter.requires_grad_(True)
-    yield
-    parameter.requires_grad_(not frozen)
 
 
 class AccumulateGradChecks:
@@ -404,11 +394,7 @@ def _keeps_accumulator(shard: nn.Parameter) -> bool:
 
 
 def _relay(node: Any, shard: nn.Parameter, name: str) -> Callable[[Tensor], None]:
-    """A hook for the unsharded parameter. It runs `node` with each gradient, for the hooks of the node, and accumulates nothing.
-
-    Raises:
-        ShardingError: a hook of the node changes the parameter, with the `.grad` of an earlier backward.
-    """
+    """A hook for the unsharded parameter. It runs `node` with each gradient, for the hooks of that, and accumulates nothing."""
 
     def run_node(gradient: Tensor) -> None:
         # the hooks of a leaf get the reduced gradient later; a leaf that requires no gradient accumulates none

@@ -10,10 +10,10 @@ are in fsdp/runtime. In the order of a step:
     unshard            UNSHARD                                        requests to the Residency; prefetch (prefetch.py)
     all_gather         ALL_GATHER, an effect of the Residency         launch_gathers.py, fsdp/params/unit.py, fsdp/comm
     post_forward       forward_hooks.py, after a unit's forward       POST_FORWARD: RESHARD. Then the hook hooks the outputs
-    pre_backward       backward_hooks.py, as autograd enters a unit   PRE_BACKWARD: UNSHARD
+    (an event)         backward_hooks.py, as autograd enters a unit   PRE_BACKWARD: UNSHARD
     begin_backward     JOIN_BACKWARD, of the first unit               the kind of the backward; its final callback
-    add_gradient       backward_hooks.py, at a unit's first gradient  GRAD_ACCUMULATED
-    post_backward      backward_hooks.py, when autograd has left      POST_BACKWARD: RESHARD, REDUCE_GRADS (fsdp/reduction)
+    (an event)         backward_hooks.py, at a unit's first gradient  GRAD_ACCUMULATED
+    (an event)         backward_hooks.py, when autograd has left      POST_BACKWARD: RESHARD, REDUCE_GRADS (fsdp/reduction)
     finalize_backward  the final callback (backward_end.py)           FINAL_CALLBACK for all units: FLUSH_GRADS, then COMMIT
     commit             COMMIT                                         waits for all reductions once; `.grad` of the shards
 """
@@ -75,10 +75,11 @@ class Passes:
             {
                 Action.DROP_STALE: self.drop_stale,
                 Action.UNSHARD: self.unshard,
-                Action.HOOK_OUTPUTS: _leave_to_the_hook,
+                # the hook that has sent the event does it when all others are done
+                Action.HOOK_OUTPUTS: lambda index: None,
                 Action.KEEP_UNSHARDED: partial(engine.request, request=Request.CACHE),
                 Action.RESHARD: partial(engine.request, request=Request.RESHARD),
-                Action.INTERCEPT_READS: partial(self._of_unit, Unit.intercept_reads),
+                Action.INTERCEPT_READS: lambda index: units[index].intercept_reads(),
                 Action.JOIN_BACKWARD: self.begin_backward,
                 Action.REDUCE_GRADS: path.reduce_grads,
                 Action.FLUSH_GRADS: reducer.flush,
@@ -86,9 +87,9 @@ class Passes:
                 Action.ACCUMULATE_UNSHARDED: reducer.accumulate_unsharded,
                 Action.WAIT_REDUCTIONS: reducer.drain,
                 Action.DROP_GRADS: reducer.drop,
-                Action.GATHER_FULL: partial(self._of_unit, Unit.gather_full),
-                Action.WRITE_BACK: partial(self._of_unit, Unit.write_back),
-                Action.FREE_FULL: partial(self._of_unit, Unit.free_full),
+                Action.GATHER_FULL: lambda index: units[index].gather_full(),
+                Action.WRITE_BACK: lambda index: units[index].write_back(),
+                Action.FREE_FULL: lambda index: units[index].free_full(),
             },
             [
                 {
@@ -177,7 +178,7 @@ class Passes:
         if in_backward:
             unit = self._units[index]
             unit.sync_requires_grad()  # a hook or a recompute in this backward may have changed it
-            if not engine.is_unsharded(index) and unit.versions.is_copy_of_others:
+            if unit.versions.is_copy_of_others and not engine.is_unsharded(index):
                 engine.request(index, Request.RESHARD)  # an evaluation has gathered other weights, put back by the user since
         done = engine.request(index, Request.UNSHARD)
         if done and in_backward:
@@ -244,10 +245,6 @@ class Passes:
 
     # backward -----------------------------------------------------------------------------
 
-    def pre_backward(self, index: int) -> None:
-        """Autograd is about to enter a unit."""
-        self.engine.on_event(index, Event.PRE_BACKWARD)
-
     def begin_backward(self, index: int) -> None:
         """The first unit joins a backward: find out its kind, queue its final callback, and prefetch what it needs first."""
         engine, calls = self.engine, self.engine.forward.calls
@@ -288,11 +285,6 @@ class Passes:
         """Call `callback` at the end of the current graph task: of the backward, or of a reentrant checkpoint in it."""
         Variable._execution_engine.queue_callback(callback)
 
-    def add_gradient(self, index: int) -> None:
-        """The first gradient of a unit was accumulated."""
-        self.engine.on_event(index, Event.GRAD_ACCUMULATED)
-        self._units[index].begin_pending()
-
     def add_early_gradient(self, bucket: int) -> None:
         """A gradient of an early bucket was accumulated: launch the bucket if that was the last one."""
         # a reentrant checkpoint may accumulate a second gradient in the same parameter
@@ -302,10 +294,6 @@ class Passes:
             except BaseException as failure:
                 self.engine.fail(failure, self._reducer.buckets[bucket].unit)
                 raise
-
-    def post_backward(self, index: int) -> None:
-        """Autograd has left a unit, whose gradients are complete."""
-        self.engine.on_event(index, self._root.post_backward_event())
 
     def finalize_backward(self) -> None:
         """End the backward: reduce what is left, wait for all reductions, and put the gradients into `.grad`."""
@@ -371,9 +359,6 @@ class Passes:
         others = {module for inner in self.engine.descendants[index] for module in self._units[inner].modules}
         return any([_is_compiled(module, others) for module in self._units[index].modules])
 
-    def _of_unit(self, method: Callable[[Unit], None], index: int) -> None:
-        method(self._units[index])
-
 
 def _is_compiled(module: nn.Module, others: Collection[nn.Module]) -> bool:
     """Whether torch.compile has compiled `module`, an attribute of it, or one below it that is none of `others`."""
@@ -382,7 +367,3 @@ def _is_compiled(module: nn.Module, others: Collection[nn.Module]) -> bool:
     functions = (type(module).forward, *module.__dict__.values())
     is_itself = module._compiled_call_impl is not None or any(map(is_compiled, functions))
     return is_itself or any([child not in others and _is_compiled(child, others) for child in module.children()])
-
-
-def _leave_to_the_hook(index: int) -> None:
-    """The hook that has sent the event executes this action when all others are done."""
