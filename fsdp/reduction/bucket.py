@@ -49,6 +49,7 @@ class Bucket:
         self._tracker = tracker
         self._grad_dtype = flat.unsharded.dtype
         self.buffer = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
+        """The unsharded gradients, in the dtype of the reduction."""
         self.views = flat.wire.views_of(self.buffer)
         """The parts of the gradient of each parameter in the buffer."""
         self._parts = [*chain.from_iterable(self.views)]
@@ -91,14 +92,9 @@ class Bucket:
         return grad_of(self.flat.unsharded_params[i]) is not None or self.local_used[i]
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the reduction."""
-        return self.buffer.dtype
-
-    @property
     def group_key(self) -> Hashable:
         """Buckets with equal keys can share a collective."""
-        return self.flat.comms, self.dtype, self.flat.shard.dtype, self.flat.home
+        return self.flat.comms, self.buffer.dtype, self.flat.shard.dtype, self.flat.home
 
     def missing_params(self, used: Sequence[bool]) -> list[str]:
         """The names of trainable parameters without a gradient."""
@@ -380,7 +376,7 @@ class Bucket:
 
     def _to_accumulate(self, i: int, gradient: Tensor) -> Tensor:
         """A gradient in the form in which it is accumulated."""
-        return self._to_dense(i, gradient).to(self.dtype)
+        return self._to_dense(i, gradient).to(self.buffer.dtype)
 
     def _local_part(self, i: int, gradient: Tensor) -> Tensor:
         """This rank's part of an unsharded gradient."""

@@ -53,7 +53,6 @@ def bucket_kinds(count: int, early: frozenset[int], config: Config) -> list[Buck
 
 
 def _reduce_dtype(unit: Unit, flat: FlatBuffer, policy: ReductionPolicy) -> torch.dtype:
-    """The dtype in which gradients of a flat buffer are reduced."""
     precision, dtype = unit.config.mp_policy, flat.unsharded.dtype
     if not dtype.is_floating_point:
         return dtype

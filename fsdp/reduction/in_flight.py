@@ -273,7 +273,7 @@ class ReductionQueue:
             # have a shard alone. But on the host a power of two divides without rounding, and for free while much is copied
             free = shard_numel >= _LARGE and total & (total - 1) == 0 and bucket.buffer.device.type == "cpu"
             first = not self._exact and (free or bucket.flat.num_shards == 1)
-            predivisor = total if first or bucket.dtype is torch.float16 else 1
+            predivisor = total if first or bucket.buffer.dtype is torch.float16 else 1
         return predivisor, total / predivisor
 
     def _join(self, buckets: Sequence[Bucket]) -> Tensor:
@@ -328,7 +328,6 @@ class ReductionQueue:
 
 
 def _split(chunks: Tensor, buckets: Sequence[Bucket]) -> Sequence[Tensor]:
-    """The chunk of each bucket."""
     if len(buckets) == 1:
         return (chunks,)
     return chunks.split_with_sizes([bucket.flat.layout.shard_numel for bucket in buckets])

@@ -83,14 +83,9 @@ class Reducer:
         """Whether a shard may have a hook of the user. If none has, no code of the user runs in the commits."""
         self.runs_grad_hooks = False
         """Whether hooks of the user on sharded parameters run, before the first commit of a backward."""
-        self._order = ReductionOrder(self.buckets, self.of_unit, innermost, units[0].config)
+        self.order = ReductionOrder(self.buckets, self.of_unit, innermost, units[0].config)
         self._make_groups()
         self.begin()
-
-    @property
-    def order(self) -> Sequence[int]:
-        """The numbers of all units in the agreed order."""
-        return self._order.units
 
     @property
     def hook(self) -> CommHook | None:
@@ -105,14 +100,12 @@ class Reducer:
     @property
     def keeps_gradients(self) -> bool:
         """Whether gradients accumulated under `no_sync` wait for a backward that synchronises."""
-        for bucket in self._accumulating():
-            bucket.drop_zeroed()
-        return bool(self._accumulating())
+        return bool(self._drop_zeroed())
 
     @property
     def keeps_nothing(self) -> bool:
         """Whether there is nothing to keep under `no_sync`: on one rank `.grad` can sum gradients without more rounding."""
-        dtypes = [(bucket.dtype, bucket.flat.shard.dtype) for bucket in self.buckets]
+        dtypes = [(bucket.buffer.dtype, bucket.flat.shard.dtype) for bucket in self.buckets]
         sums = all([promote_types(reduced, shard) is shard for reduced, shard in dtypes])
         return sums and self.reductions.hook is None and self._comms.size == 1
 
@@ -128,9 +121,7 @@ class Reducer:
         Raises:
             ShardingError: the user changed such a gradient.
         """
-        for bucket in self._accumulating():
-            bucket.drop_zeroed()
-        flats = [(bucket.flat, i) for bucket in self._accumulating() for i in bucket.accumulated]
+        flats = [(bucket.flat, i) for bucket in self._drop_zeroed() for i in bucket.accumulated]
         return {id(flat.sharded_params[i]): flat.param_infos[i].names[0] for flat, i in flats}
 
     @property
@@ -152,7 +143,7 @@ class Reducer:
 
     def relearn(self) -> None:
         """Learn the order anew in the next backward that synchronises."""
-        self._order.relearn()
+        self.order.relearn()
 
     # one backward -------------------------------------------------------------------------
 
@@ -162,8 +153,7 @@ class Reducer:
         Raises:
             ShardingError: the user changed gradients accumulated under `no_sync`. Nothing moved.
         """
-        for bucket in self._accumulating():
-            bucket.drop_zeroed()
+        self._drop_zeroed()
         self.reductions.begin()
         self.used_params.begin()
         self._ready_at = [perf_counter()] * len(self.buckets)
@@ -174,12 +164,13 @@ class Reducer:
         """For each early bucket, how many gradients it waits for. Below 1: none."""
         self._flushed = 0
         """The number of flushed units."""
-        self._settled = self._owes_grad_hooks = False
+        self.settled = False
+        """Whether all reductions of this backward were waited for."""
         self._hooked: list[tuple[int, nn.Parameter]] = []
         # a rank that left a unit out may not know what was accumulated: ranks that go different ways ask about every bucket
         self._trained = [bucket.begin() or self.meeting is not None for bucket in self.buckets]
         """For each bucket, whether it is reduced. One that is frozen now may be thawed before its unit is done."""
-        if self._order.begin(tuple(self._trained)):
+        if self.order.begin(tuple(self._trained)):
             self._make_groups()
         self._queue.begin()
         if accumulates:
@@ -232,7 +223,7 @@ class Reducer:
         for number in group:
             actions = self._on(number, BucketEvent.TURN if self._trained[number] else BucketEvent.TURN_FROZEN)
             if BucketAction.ASK in actions:
-                has = self.used_params.any_rank_has_grad(number)
+                has = self.used_params.any_rank_has(number)
                 actions = self._on(number, BucketEvent.SOME_RANK_HAS if has else BucketEvent.NO_RANK_HAS)
             if BucketAction.LAUNCH_REDUCTION in actions:
                 launched.append(number)
@@ -254,24 +245,22 @@ class Reducer:
                 self._launch_remainders()
 
     def commit(self, index: int) -> None:
-        """Put the reduced gradients of a unit into `.grad` of its sharded parameters, or add them. Run hooks before the first."""
-        if self._owes_grad_hooks:
-            self._owes_grad_hooks = False
-            self._may_be_hooked = any([bucket.flat.may_be_hooked() for bucket in self.buckets])
-            if self._may_be_hooked:
-                self._run_grad_hooks()
+        """Put the reduced gradients of a unit into `.grad` of its sharded parameters, or add them."""
         self._units[index].pending.set(False)
         for number in self.of_unit[index]:
             if BucketAction.PUT in self._queue.on(number, BucketEvent.COMMIT):
                 hooked = self.buckets[number].put(self.used_params.used(number), self._may_be_hooked)
                 self._hooked += [(index, parameter) for parameter in hooked]
 
-    def _run_grad_hooks(self) -> None:
-        """Run the user's hooks on sharded parameters.
+    def run_grad_hooks(self) -> None:
+        """Before the first commit: run the user's hooks on sharded parameters.
 
         Raises:
             ShardingError: a hook changed `requires_grad` of a parameter.
         """
+        self._may_be_hooked = any([bucket.flat.may_be_hooked() for bucket in self.buckets])
+        if not self._may_be_hooked:
+            return
         self.runs_grad_hooks = True
         try:
             for unit in self._units:
@@ -336,18 +325,22 @@ class Reducer:
     # helpers ------------------------------------------------------------------------------
 
     def _make_groups(self) -> None:
-        self._queue.agree_on(self._order.make_groups(self.reductions.hook is not None))
+        self._queue.agree_on(self.order.make_groups(self.reductions.hook is not None))
 
-    def _accumulating(self) -> list[Bucket]:
+    def _drop_zeroed(self) -> list[Bucket]:
+        """Drop the accumulated gradients that the user has zeroed since; return the buckets that have others."""
         # while full parameters are shown, `.grad` of the sharded ones is set aside and says nothing
-        return [bucket for bucket in self.buckets if bucket.accumulated and not self._units[bucket.unit].has_full_params]
+        found = [bucket for bucket in self.buckets if bucket.accumulated and not self._units[bucket.unit].has_full_params]
+        for bucket in found:
+            bucket.drop_zeroed()
+        return [bucket for bucket in found if bucket.accumulated]
 
     def _on(self, number: int, event: BucketEvent) -> Sequence[BucketAction]:
         """Move a bucket along its table, and record when it became ready; return what must be done."""
         actions = self._queue.on(number, event)
         if BucketAction.MARK in actions:
             self._ready_at[number] = perf_counter()
-            self._order.arrivals.append(number)
+            self.order.arrivals.append(number)
         if BucketAction.OFFER in actions and not self._trained[number]:
             self._trained[number] = self.buckets[number].is_trained
         return actions
@@ -362,7 +355,8 @@ class Reducer:
         while self.reductions.is_full and self._may_wait_for(oldest := self.reductions.oldest):
             self._wait_for(oldest)
         if self.reductions.hook is not None:
-            self.reductions.launch_hooked(buckets[0], self._grad_bucket(buckets[0]), remainder)
+            last = next(one for one in reversed(self.order.buckets) if self.buckets[one].is_trained)
+            self.reductions.launch_hooked(buckets[0], GradBucket(buckets[0], buckets[0].number == last), remainder)
         elif self.reductions.launch(buckets, remainder):
             self._on_landed(buckets)
         self._stats.add_launch(buckets, max(map(self._ready_at.__getitem__, group)))
@@ -372,18 +366,13 @@ class Reducer:
         return all([BucketAction.WAIT in self._queue.on(bucket.number, BucketEvent.MAKE_ROOM) for bucket in buckets])
 
     def _wait_for(self, buckets: Sequence[Bucket]) -> None:
-        """Wait for the oldest reduction, that of these buckets."""
-        self._stats.wait_for_reduction(self.reductions.wait_next)
+        # the oldest ones in flight
+        self._stats.wait("reduce_wait_s", self.reductions.wait_next)
         self._on_landed(buckets)
 
     def _on_landed(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:
             self._queue.on(bucket.number, BucketEvent.LANDED)
-
-    def _grad_bucket(self, bucket: Bucket) -> GradBucket:
-        """The object for a bucket that the comm hook is called with."""
-        last = next(one for one in reversed(self._order.buckets) if self.buckets[one].is_trained)
-        return GradBucket(bucket, bucket.number == last)
 
     def _exchange_used(self) -> None:
         """Exchange between the ranks which gradients they have, before the rest is launched."""
@@ -414,35 +403,32 @@ class Reducer:
         Every rank must launch the same remainders. The table says whether this rank knows by itself, or reads the exchange.
         """
         used_params = self.used_params
-        for number in self._order.buckets:
+        for number in self.order.buckets:
             actions = self._queue.on_remainder_turn(number)
             if BucketAction.LOOK_HERE in actions:
                 has = used_params.has_remainder[number]
             else:
-                has = BucketAction.LOOK_EVERYWHERE in actions and used_params.any_rank_has_remainder(number)
+                has = BucketAction.LOOK_EVERYWHERE in actions and used_params.any_rank_has(number, remainder=True)
             if has:
                 while BucketAction.WAIT in self._queue.on(number, BucketEvent.SOME_RANK_HAS):
                     self._wait_for(self.reductions.oldest)
                 self._launch((number,), remainder=True)
 
-    def settle(self) -> bool:
-        """Before the first commit: wait for all reductions and the exchange of used parameters. Return whether this call did.
+    def settle(self) -> None:
+        """Before the first commit: wait for all reductions and the exchange of used parameters.
 
         After this only hooks of the user can fail.
         """
-        if self._settled:
-            return False
-        self._settled = self._owes_grad_hooks = True
+        self.settled = True
         with self._streams.computing():
             while oldest := self.reductions.oldest:
                 self._wait_for(oldest)
-            self._stats.wait_for_reduction(self.reductions.finish)
+            self._stats.wait("reduce_wait_s", self.reductions.finish)
             for bucket in self.buckets:
                 if self.divisor != 1 and bucket.reduced is not None:
                     bucket.reduced.div_(self.divisor)
         self.used_params.wait_all()
         self.used_params.end()
         self._queue.check(BucketEvent.COMMIT)  # all buckets or none
-        if self._order.learn(self._comms.world_comm, self._device):
+        if self.order.learn(self._comms.world_comm, self._device):
             self._make_groups()
-        return True

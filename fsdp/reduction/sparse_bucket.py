@@ -26,12 +26,14 @@ class SparseBucket(Bucket):
         self.flat.refuse_grads_of_other_dtype([gradient])
         accumulated = None if remainder else self.accumulated.get(0)
         parts = [
-            as_rows(part).to(self.dtype)
+            as_rows(part).to(self.buffer.dtype)
             for part in (gradient, None if accumulated is None else accumulated.unsharded)
             if part is not None
         ]
         self._set_used([bool(parts) or (remainder and self.local_used[0])])
-        rows = (parts[0] + parts[1]).coalesce() if len(parts) > 1 else parts[0] if parts else no_rows(unsharded, self.dtype)
+        rows = (
+            (parts[0] + parts[1]).coalesce() if len(parts) > 1 else parts[0] if parts else no_rows(unsharded, self.buffer.dtype)
+        )
         self.nbytes = size_of(rows)
         return rows
 
@@ -58,7 +60,7 @@ class SparseBucket(Bucket):
         return dense(gradient)
 
     def _to_accumulate(self, i: int, gradient: Tensor) -> Tensor:
-        return as_rows(gradient).to(self.dtype)
+        return as_rows(gradient).to(self.buffer.dtype)
 
     def _local_part(self, i: int, gradient: Tensor) -> Tensor:
         return gradient

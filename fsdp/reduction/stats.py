@@ -14,22 +14,15 @@ _LOCAL_USED: Final = attrgetter("local_used")
 _NBYTES: Final = attrgetter("nbytes")
 
 
-class Step(NamedTuple):
-    """One step of one root on one rank: its forwards and backwards, up to the backward that reduces. Times are host times."""
+_NUMBERS: Final = (
+    *("number", "forward_s", "backward_s", "gathers", "gather_bytes", "gather_wait_s", "reductions", "reduce_bytes"),
+    *("reduce_wait_s", "period_s"),
+)
+"""The numbers of one step of one root on one rank: its forwards and backwards, up to the backward that reduces.
 
-    number: int = 0
-    began: float = 0.0
-    """`time.perf_counter` at its first forward."""
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    gathers: int = 0
-    gather_bytes: int = 0
-    gather_wait_s: float = 0.0
-    reductions: int = 0
-    reduce_bytes: int = 0
-    reduce_wait_s: float = 0.0
-    period_s: float = 0.0
-    """From the first forward of the step before to that of this one: with the optimizer and the data loader."""
+Times are host times. The period is from the first forward of the step before: with the optimizer and the data loader.
+`reduce_wait_s` includes sums on the host.
+"""
 
 
 class BucketStats(NamedTuple):
@@ -62,16 +55,16 @@ class StepStats:
         self._gather_sizes = [(len(sizes), sum(sizes)) for sizes in gather_sizes]
         """For each unit, the number of its all-gathers and the bytes that they fill."""
         self._tracker = tracker
-        self._last = Step()
+        self._last: dict[str, float] = dict.fromkeys(_NUMBERS, 0)
+        """The last step that was completed."""
+        self._step = {**self._last}
+        """The step that runs."""
         self._is_open = False
         """Whether a step has begun and its gradients are not reduced."""
-        self._began = self._pass_began = self._forward_s = self._backward_s = self._gather_wait_s = 0.0
-        self._gathers = self._bytes = 0
+        self._began = self._last_began = self._pass_began = self._reductions_began = 0.0
+        """When the first forward of this step began, that of the last one, the pass, and the backward."""
         self._reduced: list[_Launch] = []
         """The reductions of the last backward that synchronised."""
-        self._reduce_wait_s = 0.0
-        """Seconds for which this rank has waited for reductions, sums on the host included."""
-        self._reductions_began = 0.0
         self._launches: list[_Launch] = []
 
     def begin_pass(self, is_forward: bool) -> None:
@@ -79,10 +72,9 @@ class StepStats:
         now = perf_counter()
         if is_forward and not self._is_open and torch.is_grad_enabled():
             self._began, self._is_open = now, True
-            self._forward_s = self._backward_s = self._gather_wait_s = self._reduce_wait_s = 0.0
-            self._gathers = self._bytes = 0
+            self._step = dict.fromkeys(_NUMBERS, 0)
         if not is_forward:
-            self._forward_s += now - self._pass_began
+            self._step["forward_s"] += now - self._pass_began
             self._reductions_began, self._launches = now, []
         self._pass_began = now
 
@@ -91,49 +83,38 @@ class StepStats:
         count, size = self._gather_sizes[units[0]]
         if len(units) > 1:
             count, size = 1, sum(self._gather_sizes[unit][1] for unit in units)
-        self._gathers += count
-        self._bytes += size
+        self._step["gathers"] += count
+        self._step["gather_bytes"] += size
 
-    def wait_all_gather(self, wait: Callable[[], None]) -> None:
-        """Call `wait`, which waits for an all-gather, and add its time."""
+    def wait(self, number: str, wait: Callable[[], None]) -> None:
+        """Call `wait`, which waits for a collective, and add its time to a number of the step."""
         began = perf_counter()
         wait()
-        self._gather_wait_s += perf_counter() - began
+        self._step[number] += perf_counter() - began
 
     def add_launch(self, buckets: Sequence[Bucket], ready: float) -> None:
         """Add a reduction; `ready` is when the last of its buckets became ready (`time.perf_counter`)."""
         used, size, began = [*map(_LOCAL_USED, buckets)], sum(map(_NBYTES, buckets)), self._reductions_began
         self._launches.append(_Launch(buckets, used, size, ready - began, perf_counter() - began))
 
-    def wait_for_reduction(self, wait: Callable[[], None]) -> None:
-        """Call `wait`, which waits for reductions, and add its time."""
-        began = perf_counter()
-        wait()
-        self._reduce_wait_s += perf_counter() - began
-
     def end_backward(self, reduces: bool) -> None:
         """A backward has ended. `reduces`: it has reduced the gradients, which ends the step."""
         now = perf_counter()
-        self._backward_s += now - self._pass_began
+        self._step["backward_s"] += now - self._pass_began
         # what follows until the next pass belongs to no pass
         self._pass_began = now
         self._is_open = not reduces
         if not reduces:
             return
         self._reduced = self._launches
-        self._last = Step(
-            self._last.number + 1,
-            self._began,
-            self._forward_s,
-            self._backward_s,
-            self._gathers,
-            self._bytes,
-            self._gather_wait_s,
-            len(self._reduced),
-            sum([one.bytes for one in self._reduced]),
-            self._reduce_wait_s,
-            self._began - self._last.began if self._last.number else 0.0,
-        )
+        self._last = {
+            **self._step,
+            "number": self._last["number"] + 1,
+            "reductions": len(self._reduced),
+            "reduce_bytes": sum([one.bytes for one in self._reduced]),
+            "period_s": self._began - self._last_began if self._last["number"] else 0.0,
+        }
+        self._last_began = self._began
 
     def abandon_step(self) -> None:
         """The step that runs was abandoned: the next forward begins another one."""
@@ -141,9 +122,7 @@ class StepStats:
 
     def report(self) -> dict[str, float]:
         """The last step as flat numbers."""
-        step = self._last._asdict()
-        del step["began"]
-        return {**step, "bytes_held": self._tracker.now, "bytes_peak": self._tracker.peak}
+        return {**self._last, "bytes_held": self._tracker.now, "bytes_peak": self._tracker.peak}
 
     def report_reductions(self) -> list[BucketStats]:
         """The reductions of the last backward that synchronised, in the order of their launches."""

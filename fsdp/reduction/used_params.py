@@ -9,7 +9,8 @@ leave a parameter out, and a rank may hold none of those that were stepped. A ch
 optimizers do not move. The flags are read on the host only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from operator import and_, attrgetter, ne
 from typing import Final, NamedTuple
@@ -120,7 +121,10 @@ class UsedParams:
         self._static = static
         self._offsets = list(accumulate((len(bucket.views) for bucket in buckets), initial=0))
         self._device = device
-        self._all_used: dict[tuple[int, ...], Tensor] = {}
+        count = self._offsets[-1]
+        self._all_used_message: Callable[[tuple[int, ...]], Tensor] = lru_cache(_KEPT_MESSAGES)(
+            lambda steps: torch.tensor([1] * count + [*steps], dtype=torch.uint8, device=device)
+        )
         """The message of a rank on which all parameters had a gradient, by the flags of its steps."""
         self._exchange: _Exchange | None = None
         self._step_flags: tuple[Sequence[int], Sequence[int]] | None = None
@@ -163,7 +167,7 @@ class UsedParams:
             return
         if self._static:
             self._static_local = [list(bucket.local_used) for bucket in self._buckets]
-        all_local_used = all(bucket.all_local_used for bucket in self._buckets)
+        all_local_used = all([bucket.all_local_used for bucket in self._buckets])
         if message:  # a frozen bucket is asked about too
             all_local_used = all_local_used and all(all(bucket.local_used) for bucket in self._buckets)
         steps = (*self._steps.take(), *message)
@@ -211,31 +215,16 @@ class UsedParams:
         self.has_remainder = list(map(and_, self.has_grad, launched))
         return not_launched
 
-    def _all_used_message(self, steps: tuple[int, ...]) -> Tensor:
-        message = self._all_used.get(steps)
-        if message is None:
-            message = torch.tensor([1] * self._offsets[-1] + [*steps], dtype=torch.uint8, device=self._device)
-            if len(self._all_used) < _KEPT_MESSAGES:
-                self._all_used[steps] = message
-        return message
-
     def used(self, number: int) -> Sequence[bool]:
         """For each parameter of a bucket, whether it had a gradient on some rank."""
         return self._used[self._offsets[number] : self._offsets[number + 1]] if self._used else self._buckets[number].all_used
 
-    def any_rank_has_grad(self, number: int) -> bool:
-        """Whether any rank has a gradient of a bucket. Waits for the exchange if this rank has none."""
-        if self.has_grad[number]:
+    def any_rank_has(self, number: int, remainder: bool = False) -> bool:
+        """Whether any rank has a gradient, or a remainder, of a bucket. Waits for the exchange if this rank has none."""
+        if (self.has_remainder if remainder else self.has_grad)[number]:
             return True
         self.wait_all(read=True)
-        return any(self.used(number))
-
-    def any_rank_has_remainder(self, number: int) -> bool:
-        """Whether any rank has a remainder of a bucket. Waits for the exchange if this rank has none."""
-        if self.has_remainder[number]:
-            return True
-        self.wait_all(read=True)
-        return any(self._remainders[self._offsets[number] : self._offsets[number + 1]])
+        return any(self._remainders[self._offsets[number] : self._offsets[number + 1]] if remainder else self.used(number))
 
     def wait_all(self, read: bool = False) -> None:
         """Wait for the exchange, and read its result if this rank needs it."""

@@ -211,7 +211,7 @@ class Engine:
         self.splits_backward = False
         self.forget_backward()
         try:
-            self.execute_all(self.root.end_backward(BackwardEvent.STEP_ABANDONED, self.reducer.order) or ())
+            self.execute_all(self.root.end_backward(BackwardEvent.STEP_ABANDONED, self.reducer.order.units) or ())
         finally:
             self.path.step_failed()
 

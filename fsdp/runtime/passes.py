@@ -94,7 +94,7 @@ class Passes:
             [
                 {
                     Effect.ALL_GATHER: partial(self.all_gather, index),
-                    Effect.WAIT_ALL_GATHER: partial(engine.stats.wait_all_gather, unit.wait_all_gather),
+                    Effect.WAIT_ALL_GATHER: partial(engine.stats.wait, "gather_wait_s", unit.wait_all_gather),
                     Effect.USE_UNSHARDED: unit.use_unsharded,
                     Effect.USE_SHARDED: unit.use_sharded,
                     Effect.FREE_UNSHARDED: partial(self._free_unsharded, index),
@@ -309,8 +309,11 @@ class Passes:
 
     def commit(self, index: int) -> None:
         """Put the reduced gradients of a unit into `.grad`. Wait for those of all units before the first one."""
-        if self._reducer.settle() and not self.engine.forward.calls:  # a backward inside a forward is not the end of a step
-            self._path.on_step_completed()
+        if not self._reducer.settled:
+            self._reducer.settle()
+            if not self.engine.forward.calls:  # a backward inside a forward is not the end of a step
+                self._path.on_step_completed()
+            self._reducer.run_grad_hooks()
         self._reducer.commit(index)
         if self._units[index].trains:  # an optimizer may step from now on
             self._root.copies[index].on(CopyEvent.COMMITTED)
@@ -330,7 +333,7 @@ class Passes:
         engine, succeeds, reduces = self.engine, event in _SUCCEEDS, self._root.synchronises
         if self._root.in_backward:
             self._path.backward_ends(succeeds)
-        if (instructions := self._root.end_backward(event, self._reducer.order)) is None:
+        if (instructions := self._root.end_backward(event, self._reducer.order.units)) is None:
             return False
         engine.forget_backward()
         if not succeeds:

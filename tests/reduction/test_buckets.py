@@ -698,7 +698,7 @@ def test_the_policy_of_the_outermost_unit_counts(rank: int) -> None:
         fsdp.fully_shard(block, mp_policy=half)
     fsdp.fully_shard(model, mp_policy=half, reduction=fsdp.ReductionPolicy(deterministic=True))
     sharded = fsdp.runtime.registry.unit_ref_of(model)
-    assert {bucket.dtype for bucket in sharded.engine.reducer.buckets} == {torch.float32}
+    assert {bucket.buffer.dtype for bucket in sharded.engine.reducer.buckets} == {torch.float32}
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
