@@ -320,15 +320,14 @@ class NodePrehook:
         self.watched_by: set[int] = set()
         """The ids of the unit hooks whose units are reached through this node."""
         self.leaves: list[tuple[weakref.ref[BackwardPath], Callable[[BackwardPath, Sequence[Tensor | None]], None]]] = []
-        self.reaches: list[Callable[[Sequence[Tensor | None]], None]] = []
+        self.reaches: list[tuple[Any, Callable[[Any, Sequence[Tensor | None]], None]]] = []
+        """What is called with a path, or with paths, that it keeps alive. It may know a path weakly."""
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        for reference, leave in tuple(self.leaves):
-            path = reference()
+        for known, call in (*self.leaves, *self.reaches):
+            path = known() if isinstance(known, weakref.ref) else known
             if path is not None:
-                leave(path, gradients)
-        for reach in tuple(self.reaches):
-            reach(gradients)
+                call(path, gradients)
 
     def leave(self, path: BackwardPath, on_leave: Callable[[BackwardPath, Sequence[Tensor | None]], None]) -> None:
         """Call `on_leave` when this node runs, as long as the path lives.
@@ -337,6 +336,11 @@ class NodePrehook:
         """
         self.leaves = [entry for entry in self.leaves if entry[0]() is not None]
         self.leaves.append((weakref.ref(path), on_leave))
+
+    def reach(self, path: "weakref.ref[BackwardPath]", on_reach: Callable[[Any, Sequence[Tensor | None]], None]) -> None:
+        """Call `on_reach` before this node runs, as long as the path lives. Dead paths are removed, as in `leave`."""
+        self.reaches = [entry for entry in self.reaches if not isinstance(entry[0], weakref.ref) or entry[0]() is not None]
+        self.reaches.append((path, on_reach))
 
     @classmethod
     def of(cls, node: Node) -> "NodePrehook":

@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import filterfalse
 from typing import Any, NoReturn
 
 import torch
@@ -102,9 +101,8 @@ class BackwardHooks(RefuseCopy, UnitObserver):
         """Enter a call when autograd reaches `node`, which the call has made. Return the hook of the node."""
         prehook = NodePrehook.of(node)
         prehook.watched_by.add(id(self))
-        # the path is compared by identity
-        if not any([getattr(reach, "args", None) == (path,) for reach in prehook.reaches]):
-            prehook.reaches.append(partial(self._pre_backward, path))
+        if not any([known is path for known, _ in prehook.reaches]):
+            prehook.reaches.append((path, self._pre_backward))
         return prehook
 
     def enter_side(self, tensor: Tensor, call: ForwardCall) -> None:
@@ -118,14 +116,9 @@ class BackwardHooks(RefuseCopy, UnitObserver):
             return
         if not call.may_be_earlier(node):
             call.entries.append(weakref.ref(self.enter_at(node, call.path)))
-        elif not self.watches(node):
-            prehook, path = NodePrehook.of(node), weakref.ref(call.path)
-            prehook.reaches = [*filterfalse(_is_dead, prehook.reaches), partial(self._pre_backward_if_alive, path)]
+        elif id(self) not in (prehook := NodePrehook.of(node)).watched_by:
+            prehook.reach(weakref.ref(call.path), self._pre_backward)
             self.visit.latest = call.path
-
-    def _pre_backward_if_alive(self, path: "weakref.ref[BackwardPath]", gradients: Sequence[Tensor | None]) -> None:
-        if (alive := path()) is not None:
-            self._pre_backward(alive, gradients)
 
     def _enter_before_hooks_of(self, output: Tensor, path: BackwardPath) -> None:
         """Enter before the hooks that the forward has set on an output: autograd runs those before the hooks of its node."""
@@ -141,10 +134,6 @@ class BackwardHooks(RefuseCopy, UnitObserver):
         first = hooks.pop(handle.id)
         hooks.clear()
         hooks.update({handle.id: first, **others})
-
-    def watches(self, node: Node) -> bool:
-        """Whether `node` has a pre-backward hook of this unit."""
-        return id(self) in NodePrehook.of(node).watched_by
 
     # entering and leaving -----------------------------------------------------------------
 
@@ -283,10 +272,10 @@ class BackwardHooks(RefuseCopy, UnitObserver):
             node = None if gradient is None else node_behind(gradient)
             if node is not None:
                 # keep the paths alive: of the first graph, maybe only what the second one needs is alive
-                paths = self.visit.living_paths()
-                NodePrehook.of(node).reaches.append(partial(self._pre_second_backward, paths, self._unit.versions.now()))
+                paths, versions = self.visit.living_paths(), self._unit.versions.now()
+                NodePrehook.of(node).reaches.append((paths, partial(self._pre_second_backward, versions)))
 
-    def _pre_second_backward(self, paths: Sequence[BackwardPath], versions: int, gradients: Sequence[Tensor | None]) -> None:
+    def _pre_second_backward(self, versions: int, paths: Sequence[BackwardPath], gradients: Sequence[Tensor | None]) -> None:
         self._refuse_changed_parameters(versions)
         self._pre_backward_again()
         if torch.is_grad_enabled():
@@ -366,12 +355,6 @@ class AccumulateGradChecks:
                     "or use p.register_hook or p.register_post_accumulate_grad_hook."
                 )
         self._is_checked = True
-
-
-def _is_dead(reach: Any) -> bool:
-    """Whether a hook of a node that may be older than many calls is for a call whose graph is gone."""
-    path = getattr(reach, "args", (None,))[0]
-    return isinstance(path, weakref.ref) and path() is None
 
 
 def _runs(node: Node) -> bool:
