@@ -152,11 +152,7 @@ def _power_of(norm_type: float) -> float:
 
 
 def _comm_of_stages(caller: str, model: nn.Module, pp_mesh: Mesh) -> Communicator:
-    """The communicator of the stages of a pipeline.
-
-    Raises:
-        ShardingError: ranks of the mesh have parts of the same stage.
-    """
+    """The communicator of the stages of a pipeline, of which no two ranks have parts of one."""
     comm = open_comms(None, pp_mesh, MeshKind.SHARD).world_comm
     of_one_stage = sorted({*comm.ranks} & {*engines_in(model, caller)[0].comms.joint.ranks})
     if len(of_one_stage) > 1:

@@ -18,7 +18,7 @@ from fsdp.errors import ShardingError
 from fsdp.params.gathered_copies import backward_without_a_loss
 from fsdp.params.shown_params import owning_unit
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.registry import engines_in, unit_ref_of
+from fsdp.runtime.registry import engines_in, reshard, unit_ref_of
 from state_machine import Event, Request
 
 
@@ -136,8 +136,7 @@ class PipelineStage(pipelining.PipelineStage):
                     backward_without_a_loss(partial(_join_backward, engine))
                 finally:
                     engine.reducer.divisor = 1
-            for index in range(len(engine.units)):
-                engine.request(index, Request.RESHARD)
+            reshard(engine)
             engine.in_pipeline_step = False
         grads_before, self._grads_before = self._grads_before, {}
         for parameter, gradient in self._grads_outside() if divides else ():

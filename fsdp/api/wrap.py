@@ -323,7 +323,6 @@ class FullyShardedDataParallel(nn.Module):
 
 
 def _plan(modules: Sequence[nn.Module], policy: Any, ignored: Any, ignored_params: Any) -> list[Planned]:
-    """Choose the units."""
     for module in modules:
         if unit_ref_of(module) is not None:
             raise ShardingError(f"{type(module).__name__} is a unit already; wrap a module once.")

@@ -91,7 +91,9 @@ def make_plan(
     meshes = custom_choice(policy, roots[0], left_alone) if _is_custom(policy) else {}
     chosen = _chooser(policy, roots[0], left_alone, meshes)
     _check_classes(policy, roots)
-    walk = _Walk(roots, chosen, is_wrapper, left_alone, _params_to_ignore(ignored_params))
+    # some of these may be outside the module
+    left_out = set(map(id, _members_of("ignored_params", "parameters", ignored_params, nn.Parameter, Tensor)))
+    walk = _Walk(roots, chosen, is_wrapper, left_alone, left_out)
     for number, root in enumerate(roots):
         walk.visit(root, str(number) if len(roots) > 1 else "", ())
     plan = walk.planned()
@@ -316,11 +318,6 @@ def _modules_to_ignore(roots: Sequence[nn.Module], ignored: Any) -> set[int]:
         if any(unit_ref_of(one) is not None for one in module.modules()):
             raise ShardingError(f"ignored_modules: this {type(module).__name__} contains a unit already.")
     return set(map(id, modules))
-
-
-def _params_to_ignore(ignored: Any) -> set[int]:
-    """Check `ignored`, of which some may be outside the module, and return the ids of its parameters."""
-    return set(map(id, _members_of("ignored_params", "parameters", ignored, nn.Parameter, Tensor)))
 
 
 def _members_of(option: str, what: str, given: Any, kind: type, single: type) -> Collection[Any]:

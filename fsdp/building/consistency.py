@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from hashlib import sha256
+from itertools import zip_longest
 from typing import Any
 
 from fsdp.building.choose_units import Planned, buffers_of
@@ -50,12 +51,13 @@ def _describe(config: Config, plan: Sequence[Planned]) -> list[str]:
 
 
 def _first_difference(described: Sequence[Sequence[str]]) -> str:
-    reference = described[0]
-    for rank, lines in enumerate(described):
-        for mine, theirs in zip([*reference, "nothing"], [*lines, "nothing"], strict=False):
-            if mine != theirs:
-                return (
-                    f"the model is built differently on different ranks: rank 0 has {mine}, but rank {rank} has "
-                    f"{theirs}. Build it from the same code and options on every rank."
-                )
-    return "the model is built differently on different ranks."
+    rank, mine, theirs = next(
+        (rank, mine, theirs)
+        for rank, lines in enumerate(described)
+        for mine, theirs in zip_longest(described[0], lines, fillvalue="nothing")
+        if mine != theirs
+    )
+    return (
+        f"the model is built differently on different ranks: rank 0 has {mine}, but rank {rank} has {theirs}. Build it from the "
+        "same code and options on every rank."
+    )

@@ -7,6 +7,7 @@ as wrapping does, and the shards are then copied.
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
@@ -21,7 +22,6 @@ from fsdp.params.module_tree import ModuleTree
 from fsdp.params.placement import place_again
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.forward_hooks import SideOutputs
 from fsdp.runtime.refuse_copy import RefuseCopy
 from fsdp.runtime.registry import KEEPS_ENGINE, UnitRef, refuse_unless_resting
 
@@ -168,17 +168,15 @@ def _copy_unit(unit: Unit, memo: Memo) -> Unit:
     return Unit([memo[id(module)] for module in unit.modules], unit.name, flats, config, unit.comms)
 
 
-def _engine_hooks(module: nn.Module) -> dict[int, RefuseCopy | SideOutputs]:
+def _engine_hooks(module: nn.Module) -> dict[int, RefuseCopy]:
     """The objects of the engine of which methods are hooks of `module`, by the keys of the hooks."""
-    hooks = ((key, _engine_object(hook)) for name in _HOOKS for key, hook in getattr(module, name, {}).items())
-    return {key: found for key, found in hooks if found is not None}
-
-
-def _engine_object(hook: Any) -> RefuseCopy | SideOutputs | None:
-    """The object of the engine of which `hook` is a method; None for a hook of the user."""
-    method = getattr(hook, "hook", hook)  # torch wraps the hooks that run before a load
-    owner = getattr(getattr(method, "func", method), "__self__", None)
-    return owner if isinstance(owner, RefuseCopy | SideOutputs) else None
+    found: dict[int, RefuseCopy] = {}
+    for key, hook in chain.from_iterable(getattr(module, name, {}).items() for name in _HOOKS):
+        method = getattr(hook, "hook", hook)  # torch wraps the hooks that run before a load
+        owner = getattr(getattr(method, "func", method), "__self__", None)
+        if isinstance(owner, RefuseCopy):
+            found[key] = owner
+    return found
 
 
 def _take_places(module: nn.Module, stale: Collection[int]) -> None:

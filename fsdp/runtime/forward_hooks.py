@@ -264,8 +264,8 @@ class ForwardHooks(RefuseCopy):
                 hooks._calls[-1].captured += [weakref.ref(tensor) for tensor in (*returned, *left) if not tensor.requires_grad]
         return [tensor for tensor in returned if tensor.requires_grad], [tensor for tensor in left if tensor.grad_fn is not None]
 
-    def _see(self, seen: Any, output: Any) -> None:
-        """A module inside has ended its forward, and hooks of the user have seen its arguments `seen` and its output."""
+    def _see(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """A module inside has ended its forward, and hooks of the user have seen its arguments and its output."""
         if not self._calls:
             return  # in a recompute of a part of the unit, or called by itself
         call = self._calls[-1]
@@ -273,7 +273,7 @@ class ForwardHooks(RefuseCopy):
         call.captured += [weakref.ref(tensor) for tensor in tensors_in(output)]
         # in a compiled unit, intermediate results have no nodes, and a reference makes them outputs of the graph
         if not torch.compiler.is_compiling():
-            for tensor in tensors_in((seen, output)):
+            for tensor in tensors_in((args, kwargs, output)):
                 self._backward.enter_side(tensor, call)
 
 
@@ -285,8 +285,8 @@ class SideOutputs:
 
     __slots__ = ("_attributes", "_handles", "_hooks", "_inner", "_looked_at", "_see")
 
-    def __init__(self, members: Sequence[nn.Module], own_modules: Sequence[nn.Module], see: Callable[[Any, Any], None]) -> None:
-        """`see` is called with what a module inside was given, and what it returned, if a hook of the user's saw that."""
+    def __init__(self, members: Sequence[nn.Module], own_modules: Sequence[nn.Module], see: Callable[..., None]) -> None:
+        """`see` is a forward hook on each module inside of which a hook of the user's sees what it is given and returns."""
         self._attributes = [Attributes(one) for one in own_modules]
         inner = [one for one in own_modules if all(one is not module for module in members)]
         self._inner = [*map(weakref.ref, inner)]
@@ -310,7 +310,7 @@ class SideOutputs:
         for reference, before, after in zip(self._inner, hooks[::2], hooks[1::2], strict=True):
             module = reference()
             if module is not None and (all_modules or not all(map(_keeps_nothing, (*before.values(), *after.values())))):
-                self._handles.append(module.register_forward_hook(self._post_inner_forward, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(self._see, with_kwargs=True))
         self._looked_at = [*map(_outline, hooks), *map(_outline, _OF_ALL_MODULES)]
 
     def remove(self) -> None:
@@ -328,9 +328,6 @@ class SideOutputs:
                 if type(value) in _CONTAINERS:
                     found += [one for one in tensors_in(value) if not isinstance(one, nn.Parameter)]
         return found
-
-    def _post_inner_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._see((args, kwargs), output)
 
 
 def _outline(hooks: Mapping[int, Any]) -> tuple[int, int]:

@@ -31,11 +31,7 @@ def _hook_optimizers() -> None:
 
 
 def _look_at_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Refuse a step, or let it be refused after its closure, which may have the backward that reduces. Returns new arguments.
-
-    Raises:
-        ShardingError: the step would use gradients that are not reduced, or has a parameter that exists inside a forward alone.
-    """
+    """Refuse a step, or let it be refused after its closure, which may have the backward that reduces. Returns new arguments."""
     name = f"{type(optimizer).__name__}.step"
     count = sum([len(group["params"]) for group in optimizer.param_groups])
     if _looked_through.get(optimizer) != count:
