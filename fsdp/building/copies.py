@@ -160,7 +160,7 @@ def _copy_unit(unit: Unit, memo: Memo) -> Unit:
         for number, (info, placement) in enumerate(zip(infos, flat.placements, strict=True)):
             if placement.replaces_param:
                 full = placement.shown(_without_memory(flat, number))
-                info.replace(nn.Parameter(full, info.parameter.requires_grad))
+                info.parameter = nn.Parameter(full, info.parameter.requires_grad)
         again = place_again(flat.placements, shards, numbers, flat.shard.dtype, itemsize)
         copied = FlatBuffer(infos, again, flat.comms, flat.unsharded.dtype, config.offload)
         copied.shard.copy_(flat.shard)

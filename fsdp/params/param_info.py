@@ -19,6 +19,7 @@ class ParamInfo:
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
+        """The one that the unit shards: the user's object, or a DTensor in its place."""
         self.names: list[str] = []
         """Names below the outermost unit. The first is the one used in errors and state dicts."""
         self._slots: list[tuple[weakref.ref[nn.Module], str]] = []
@@ -50,10 +51,6 @@ class ParamInfo:
         copied.names = copied.names or self.names[:1]  # its module may have been taken out of the model
         copied.keeps_dtype = self.keeps_dtype
         return copied
-
-    def replace(self, parameter: nn.Parameter) -> None:
-        """From now on, `parameter` is the one that the unit shards: a DTensor in place of the user's object."""
-        self.parameter = parameter
 
     @property
     def slots(self) -> list[tuple[nn.Module, str]]:

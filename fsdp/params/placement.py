@@ -67,7 +67,7 @@ _storage_id: Final[Callable[[Tensor], int]] = _torch._storage_id
 class Placement:
     """One parameter of a flat buffer. Its shard is an ordinary tensor: the full parameter, or a part that knows of no other."""
 
-    __slots__ = ("cut", "extent", "is_complete", "layout", "name", "part", "rank")
+    __slots__ = ("cut", "extent", "is_complete", "layout", "name", "part", "rank", "shape")
 
     asks_address: ClassVar = True
     """Whether only its address says where the shard lies. Otherwise `moved_shards` has all that were moved."""
@@ -81,6 +81,12 @@ class Placement:
     """Where a shard lies."""
     dim: int = 0
     """The dimension that is cut over the ranks. It comes first in the flat buffer."""
+    ranks: Sequence[int] = ()
+    """The numbers of the ranks that have a part of it, as far as a mesh says so."""
+    is_row_range: bool = True
+    """Whether the shards are ranges of the parameter's elements, in the order of its memory."""
+    is_tensor_parallel: bool = False
+    """Whether the unsharded parameter is itself a DTensor, which tensor parallelism has spread over a mesh."""
 
     def __init__(self, name: str, layout: Layout, index: int, rank: int, is_complete: bool = False) -> None:
         """`index`: the number of the parameter in `layout`. `is_complete`: each rank has the full parameter."""
@@ -89,25 +95,17 @@ class Placement:
         self.rank = rank
         self.is_complete = is_complete
         self.extent = layout.slots[index]
+        self.shape: Shape = self.extent.shape
+        """The shape of the full parameter."""
         self.part = layout.part(index, rank)
         self.cut = layout.cut(index)
 
     # which elements -----------------------------------------------------------------------
 
     @property
-    def shape(self) -> Shape:
-        """The shape of the full parameter."""
-        return self.extent.shape
-
-    @property
     def gets_grad(self) -> bool:
         """Whether the shard ever has a `.grad`."""
         return self.part.numel > 0 or self.has_empty_grad or self.is_complete
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The numbers of the ranks that have a part of it, as far as a mesh says so."""
-        return ()
 
     @property
     def coordinates(self) -> tuple[int, ...]:
@@ -120,16 +118,6 @@ class Placement:
         `is_first`: whether the first of them is among the ranks with which this one shares the shards.
         """
         return is_first
-
-    @property
-    def is_row_range(self) -> bool:
-        """Whether the shards are ranges of the parameter's elements, in the order of its memory."""
-        return True
-
-    @property
-    def is_tensor_parallel(self) -> bool:
-        """Whether the unsharded parameter is itself a DTensor, which tensor parallelism has spread over a mesh."""
-        return False
 
     # views and copies ---------------------------------------------------------------------
 
@@ -262,7 +250,7 @@ class Placement:
     @property
     def keeps_state(self) -> bool:
         """Whether this rank has state of the parameter."""
-        return self.part.numel > 0
+        return self.part.numel > 0 or self.replaces_param
 
     def part_of_state(self, where: str, value: Any) -> Any:
         """What this rank saves of a value that an optimizer keeps. Errors begin with `where`.
@@ -319,7 +307,10 @@ class ShardPlacement(Placement):
 class DTensorPlacement(Placement):
     """One parameter of a flat buffer. Its shard is a DTensor. See [Note: shards as DTensors]."""
 
-    __slots__ = ("_dtensor", "_grad_form", "_grad_placements", "_ranks", "_spec", "_unsharded_spec", "dim")
+    __slots__ = (
+        *("_dtensor", "_grad_form", "_grad_placements", "_spec", "_unsharded_spec"),
+        *("dim", "is_row_range", "is_tensor_parallel", "ranks"),
+    )
 
     refuses_data: ClassVar = True
     replaces_param: ClassVar = True
@@ -341,19 +332,14 @@ class DTensorPlacement(Placement):
         `dtensor`: the DTensor that is the shard already, in another flat buffer, and becomes that of this one.
         """
         super().__init__(name, layout, index, rank)
-        self._spec, self._unsharded_spec, self._ranks = specs
+        self._spec, self._unsharded_spec, self.ranks = specs
+        self.shape = tuple(self._spec.tensor_meta.shape)
         self.dim = dim
+        self.is_tensor_parallel = self._unsharded_spec is not None
+        self.is_row_range = dim == 0 and not self.is_tensor_parallel
         self._dtensor = dtensor
         self._grad_placements: tuple[Any, ...] = ()
         self._grad_form: GradForm | None = None
-
-    @property
-    def shape(self) -> Shape:
-        return tuple(self._spec.tensor_meta.shape)
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        return self._ranks
 
     @property
     def coordinates(self) -> tuple[int, ...]:
@@ -368,14 +354,6 @@ class DTensorPlacement(Placement):
         """This rank's coordinate in each dimension of the mesh, and how the parameter lies along it."""
         return zip(self._spec.mesh.get_coordinate(), self._spec.placements, strict=True)
 
-    @property
-    def is_row_range(self) -> bool:
-        return self.dim == 0 and self._unsharded_spec is None
-
-    @property
-    def is_tensor_parallel(self) -> bool:
-        return self._unsharded_spec is not None
-
     def stored(self, tensor: Tensor) -> Tensor:
         return stored(tensor, self.dim)
 
@@ -383,19 +361,18 @@ class DTensorPlacement(Placement):
         return stored.movedim(0, self.dim) if self.dim else stored
 
     def unsharded(self, view: Tensor) -> Tensor:
-        return view if self._unsharded_spec is None else make_dtensor(view, self._unsharded_spec)
+        return make_dtensor(view, self._unsharded_spec) if self.is_tensor_parallel else view
 
     def full_of(self, stored: Tensor) -> Tensor:
-        view = self.unsharded(self.shown(stored))
-        full: Tensor = view if self._unsharded_spec is None else view.full_tensor()  # type: ignore[attr-defined]
+        view: Any = self.unsharded(self.shown(stored))
+        full: Tensor = view.full_tensor() if self.is_tensor_parallel else view
         return full
 
     def over_all_dims(self, unsharded: Tensor, data_ranks: Sequence[int]) -> Tensor:
         return full_with_grad(unsharded, data_ranks) if self.is_tensor_parallel else unsharded
 
     def part_of_full(self, full: Tensor) -> Tensor:
-        spec = self._unsharded_spec
-        return self.local_part(full if spec is None else local_of_full(full, spec))
+        return self.local_part(local_of_full(full, self._unsharded_spec) if self.is_tensor_parallel else full)
 
     def local_grad(self, gradient: Any, form: GradForm | None = None) -> tuple[Tensor, GradForm]:
         spec = self._unsharded_spec
@@ -418,7 +395,7 @@ class DTensorPlacement(Placement):
     def make_shard(self, info: ParamInfo, local: Tensor) -> None:
         if self.is_tensor_parallel:
             let_checkpoints_find_parts()
-        info.replace(replace_by_dtensor(info.parameter, self.as_shard(local), self._dtensor))
+        info.parameter = replace_by_dtensor(info.parameter, self.as_shard(local), self._dtensor)
 
     def make_full(self, info: ParamInfo, unsharded: nn.Parameter, full: Tensor, gradient: Tensor | None) -> None:
         """Let a parameter with the values `full` take the place of the DTensor, which has no gradient afterwards."""
@@ -429,7 +406,7 @@ class DTensorPlacement(Placement):
         del stand_in.__dict__[STANDS_FOR]
         stand_in._backward_hooks, unsharded._backward_hooks = unsharded._backward_hooks, None
         stand_in.grad = gradient
-        info.replace(stand_in)
+        info.parameter = stand_in
 
     def stand_in(self, shard: nn.Parameter, unsharded: Tensor, copied: nn.Parameter | None) -> nn.Parameter:
         copied = as_parameter(self.as_shard(plain(shard)), shard.requires_grad) if copied is None else copied
@@ -453,10 +430,6 @@ class DTensorPlacement(Placement):
         fits = local is not None and (given is parameter or self.part_of_value(given) is not None)
         return local if local is not None and fits else super().part_of_given(operation, name, given, parameter)
 
-    @property
-    def keeps_state(self) -> bool:
-        return True
-
     def part_of_state(self, where: str, value: Any) -> Any:
         if has_dimensions(value) and local_of(value) is None:
             raise ShardingError(
@@ -479,7 +452,7 @@ class DTensorPlacement(Placement):
             None if one is None else replace(one, tensor_meta=one.tensor_meta._replace(dtype=dtype))
             for one in (self._spec, self._unsharded_spec)
         ]
-        return DTensorPlacement(self.name, layout, index, self.rank, (specs[0], specs[1], self._ranks), self.dim, like)
+        return DTensorPlacement(self.name, layout, index, self.rank, (specs[0], specs[1], tuple(self.ranks)), self.dim, like)
 
 
 class DTensorState(StatePlacement):
