@@ -23,15 +23,14 @@ class FullParams:
     which the modules show: a DTensor cannot become an ordinary tensor.
     """
 
-    __slots__ = ("_addresses", "_buffers", "_exchanged", "_flats", "in_place_of")
+    __slots__ = ("_buffers", "_flats", "_gathered", "in_place_of")
 
     def __init__(self, flats: Sequence[FlatBuffer]) -> None:
         self._flats = flats
         self._buffers: list[Tensor] = []
-        self._exchanged: list[tuple[nn.Parameter, nn.Parameter]] = []
-        """Each full parameter with its shard. One of the two is the user's Parameter object."""
-        self._addresses: list[int] = []
-        """Of each full parameter that is a DTensor, its `Placement.address`; of the others 0."""
+        self._gathered: list[tuple[nn.Parameter, nn.Parameter, str, Placement, Tensor, int]] = []
+        """Each full parameter, its shard (one of the two is the user's Parameter object), its name, its placement, where it lies
+        if the user does not move it, and its `_address`."""
         self.in_place_of: dict[int, nn.Parameter] = {}
         """Those that are objects of their own, by the id of the shard."""
 
@@ -48,20 +47,21 @@ class FullParams:
             self._buffers.append(buffer)
         for flat, buffer in zip(self._flats, self._buffers, strict=True):
             for parameter, placement, info in zip(flat.sharded_params, flat.placements, flat.param_infos, strict=True):
-                summoned[parameter] = info.names[0]
-                full = nn.Parameter(placement.full_in(buffer).data, parameter.requires_grad)
-                self._addresses.append(_address(placement, full))
+                name = summoned[parameter] = info.names[0]
+                view = placement.full_in(buffer)
+                full = nn.Parameter(view.data, parameter.requires_grad)
+                address = _address(placement, full)
                 if placement.replaces_param:
                     self.in_place_of[id(parameter)] = full
-                    self._exchanged.append((full, parameter))
+                    self._gathered.append((full, parameter, name, placement, view, address))
                 else:
                     exchange(parameter, full)
-                    self._exchanged.append((parameter, full))
+                    self._gathered.append((parameter, full, name, placement, view, address))
 
     @torch.no_grad()
     def check(self) -> None:
         """Raise ShardingError if a parameter points at a tensor of another shape or dtype, which no shard could take."""
-        for (full, _), (name, placement, view), address in zip(self._exchanged, self._placed(), self._addresses, strict=True):
+        for full, _, name, placement, view, address in self._gathered:
             if full.shape != view.shape or full.dtype != view.dtype or _address(placement, full) != address:
                 raise ShardingError(
                     f"parameter {name!r} became {tuple(full.shape)}, {full.dtype} inside summon_full_params by `.data = x`; "
@@ -71,38 +71,30 @@ class FullParams:
     @torch.no_grad()
     def write_back(self) -> None:
         """Copy this rank's part of the full parameters, which `check` has accepted, into the shards."""
-        for (full, _), (_, _, view) in zip(self._exchanged, self._placed(), strict=True):
+        for full, _, _, _, view, _ in self._gathered:
             now, before = plain(full), plain(view)
             if now.data_ptr() != before.data_ptr():
                 before.copy_(now)
-        shards = iter([shard for _, shard in self._exchanged])
+        shards = iter([shard for _, shard, *_ in self._gathered])
         for flat, buffer in zip(self._flats, self._buffers, strict=True):
             flat.set_shard(flat.own_chunk(buffer), list(islice(shards, len(flat.param_infos))))
-        for full, shard in self._exchanged:
+        for full, shard, *_ in self._gathered:
             if full._version or id(shard) in self.in_place_of:
                 increment_version(shard)
-
-    def _placed(self) -> list[tuple[str, Placement, Tensor]]:
-        """Of each full parameter, its name, its placement, and where it lies if the user has not moved it."""
-        return [
-            (info.names[0], placement, placement.full_in(buffer))
-            for flat, buffer in zip(self._flats, self._buffers, strict=True)
-            for info, placement in zip(flat.param_infos, flat.placements, strict=True)
-        ]
 
     @torch.no_grad()
     def free(self, tracker: MemoryTracker) -> None:
         """Turn the user's Parameter objects into the shards again and drop the full parameters. Idempotent."""
         for parameter in (parameter for flat in self._flats for parameter in flat.sharded_params):
             summoned.pop(parameter, None)  # type: ignore[no-untyped-call]
-        for full, shard in self._exchanged:
+        for full, shard, *_ in self._gathered:
             if id(shard) in self.in_place_of:
                 is_replaced(full, "was made inside summon_full_params, of parameters that existed there alone: make it outside.")
             else:
                 exchange(full, shard)
         for buffer in self._buffers:
             tracker.add("lent", -size_of(buffer))
-        self._buffers, self._exchanged, self._addresses, self.in_place_of = [], [], [], {}
+        self._buffers, self._gathered, self.in_place_of = [], [], {}
 
 
 def _address(placement: Placement, full: nn.Parameter) -> int:
