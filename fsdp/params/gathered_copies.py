@@ -5,7 +5,7 @@ A shard takes no gradient itself. Autograd's gradient of a shard is right for el
 know which operations were used.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 import torch
@@ -15,7 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fsdp.device.storage import is_shared
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
-from fsdp.params.param_info import ParamInfo
 from fsdp.params.placement import Placement
 from fsdp.params.shown_params import Owner, owning_unit
 from fsdp.shards.dtensors import here_of, local_of
@@ -221,16 +220,14 @@ class ReadCopies:
     each copy twice, as long as something else has it, or until the next check.
     """
 
-    __slots__ = ("_guard", "_param_infos", "_watched")
+    __slots__ = ("_guard", "_watched")
 
-    def __init__(self, param_infos: Sequence[ParamInfo], guard: bool) -> None:
-        self._param_infos = param_infos
+    def __init__(self, guard: bool) -> None:
         self._guard = guard
         self._watched: list[WatchedCopy] = []
 
-    def add(self, index: int, copy: Tensor) -> None:
-        """Watch the copy of the parameter at `index`. What is set on the copy is refused."""
-        name = self._param_infos[index].names[0]
+    def add(self, name: str, copy: Tensor) -> None:
+        """Watch the copy of the parameter `name`. What is set on the copy is refused."""
         if type(copy) is Tensor:
             copy.__class__, copy.__dict__["read"] = ReadCopy, name
         self._watched.append(WatchedCopy(name, copy, self._guard))

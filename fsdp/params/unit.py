@@ -27,7 +27,6 @@ from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer, SavedShards
 from fsdp.params.gathered_copies import GatheredCopies, ReadCopies, gather_param, local_param
 from fsdp.params.module_tree import refuse_transforms
-from fsdp.params.param_info import ParamInfo
 from fsdp.params.shown_params import (
     PendingGrads,
     forget_owner,
@@ -110,7 +109,9 @@ class Unit:
         self._full_params = FullParams(self.flats)
         self.has_full_params = False
         """Whether the user's Parameter objects point at full parameters, or the modules show these."""
-        self._read_copies = ReadCopies(self.param_infos, config.guard)
+        self._read_copies = ReadCopies(config.guard)
+        self.param_infos = tuple(info for flat in self.flats for info in flat.param_infos)
+        self.sharded_params = tuple(p for flat in self.flats for p in flat.sharded_params)
         self.unsharded_params = tuple(p for flat in self.flats for p in flat.unsharded_params)
         self.pending = PendingGrads(self.sharded_params)
         """The shards, from the first gradient of a backward until the reduced ones are put in."""
@@ -123,12 +124,13 @@ class Unit:
         """`shard_changes` when the flags were last found right; less than that for shards that count no changes."""
         self.keys = frozenset(flat.key for flat in self.flats)
         """The storage keys of the unsharded parameters."""
-        self._indices: dict[int, int] = {}
-        """The index of each parameter in `unsharded_params`, by the id of its sharded and of its unsharded Parameter."""
-        for index, (info, unsharded) in enumerate(zip(self.param_infos, self.unsharded_params, strict=True)):
-            for parameter in (info.parameter, unsharded):
-                self._indices[id(parameter)] = index
-                register_owner(parameter, self)
+        self._places: dict[int, tuple[FlatBuffer, int]] = {}
+        """The flat buffer of each parameter, and its number there, by the id of its sharded and of its unsharded Parameter."""
+        for flat in self.flats:
+            for number, pair in enumerate(zip(flat.sharded_params, flat.unsharded_params, strict=True)):
+                for parameter in pair:
+                    self._places[id(parameter)] = flat, number
+                    register_owner(parameter, self)
         self._module_params = module_params_of(self.param_infos, self.unsharded_params)
         self._touches = touches.count
         """What it was when the unit last looked at what its modules show."""
@@ -141,11 +143,6 @@ class Unit:
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules whose forwards are the unit's: one, or those of a list."""
         return tuple(module for reference in self._modules if (module := reference()) is not None)
-
-    @property
-    def has_opaque_shards(self) -> bool:
-        """Whether torch's functions for state dicts do not know its shards as parts. They know DTensors."""
-        return bool(self.flats) and not self.replaces_params
 
     @property
     def is_running(self) -> bool:
@@ -194,14 +191,6 @@ class Unit:
     def device(self) -> torch.device:
         """The device that computes; of a unit without parameters that of its root."""
         return self.flats[0].device if self.flats else self._device
-
-    @property
-    def param_infos(self) -> tuple[ParamInfo, ...]:
-        return tuple(info for flat in self.flats for info in flat.param_infos)
-
-    @property
-    def sharded_params(self) -> tuple[nn.Parameter, ...]:
-        return tuple(p for flat in self.flats for p in flat.sharded_params)
 
     def stop_intercepting(self) -> None:
         """Let reads give the unsharded parameters directly: the unit's forward, or a recompute of it, runs."""
@@ -259,14 +248,14 @@ class Unit:
         Raises:
             ShardingError: a gradient of this backward has come, and is not reduced yet.
         """
-        flat, place = self._locate(self._indices[id(parameter)])
-        if self.observer.has_come(flat, place):
+        flat, number = self._places[id(parameter)]
+        if self.observer.has_come(flat, number):
             raise ShardingError(
-                f"`.grad` of {flat.param_infos[place].names[0]!r} inside a backward, where its gradient has come and is not "
+                f"`.grad` of {flat.param_infos[number].names[0]!r} inside a backward, where its gradient has come and is not "
                 "reduced yet: read and change it after the backward, or in p.register_post_accumulate_grad_hook. A tensor hook "
                 "returns the new gradient."
             )
-        return flat.sharded_params[place]
+        return flat.sharded_params[number]
 
     def end_recompute(self) -> None:
         """A recompute of the unit has ended. What the user changes until its backward repeats no forward."""
@@ -401,15 +390,16 @@ class Unit:
 
     def unsharded_of(self, parameter: nn.Parameter) -> nn.Parameter:
         """The unsharded parameter of a sharded one, and of itself."""
-        return self.unsharded_params[self._indices[id(parameter)]]
+        flat, number = self._places[id(parameter)]
+        return flat.unsharded_params[number]
 
     def read(self, parameter: nn.Parameter, module: object, reader: object) -> Tensor:
         """The full value of `parameter` for a forward: the unsharded parameter while that may be used, else a copy.
 
         The copy has the dtype in which the unit computes.
         """
-        index = self._indices[id(parameter)]
-        unsharded = self.unsharded_params[index]
+        flat, number = self._places[id(parameter)]
+        unsharded = flat.unsharded_params[number]
         # every rank must decide alike, because a copy is gathered: nothing here may depend on the values of this rank
         if self.has_full_params or (parameter is unsharded and self._open):
             return parameter
@@ -428,16 +418,15 @@ class Unit:
             refuse_transforms(self.name)
         grads = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(grads):  # an inference tensor does not count its changes
-            copy = self._gather_param(index, unsharded.dtype)
-            self._read_copies.add(index, copy)
+            copy = self._gather_param(flat, number, unsharded.dtype)
+            self._read_copies.add(flat.param_infos[number].names[0], copy)
         return copy
 
     def full_value(self, parameter: nn.Parameter, copies: GatheredCopies | None = None) -> Tensor:
         """See `fsdp.full_tensor`. `copies`: see `gather_param`."""
-        index = self._indices[id(parameter)]
-        flat, place = self._locate(index)
-        value = parameter if self.has_full_params else self._gather_param(index, flat.shard.dtype, copies)
-        return flat.placements[place].over_all_dims(value, self._root_comms.world_comm.ranks)
+        flat, number = self._places[id(parameter)]
+        value = parameter if self.has_full_params else self._gather_param(flat, number, flat.shard.dtype, copies)
+        return flat.placements[number].over_all_dims(value, self._root_comms.world_comm.ranks)
 
     def local_value(self, parameter: nn.Parameter) -> Tensor:
         """See `fsdp.to_local`."""
@@ -446,16 +435,15 @@ class Unit:
         self.check_shards()
         self.sync_requires_grad()
         factor = self.observer.factor_of_part
-        return self._used_outside(local_param(*self._locate(self._indices[id(parameter)]), factor, self._on_external_grad))
+        return self._used_outside(local_param(*self._places[id(parameter)], factor, self._on_external_grad))
 
-    def _gather_param(self, index: int, dtype: torch.dtype, copies: GatheredCopies | None = None) -> Tensor:
+    def _gather_param(self, flat: FlatBuffer, number: int, dtype: torch.dtype, copies: GatheredCopies | None = None) -> Tensor:
         self.refuse_forked()
         self._check_shards()  # copies are looked at between forwards: there may be many of them in one
         self.sync_requires_grad()
-        flat, place = self._locate(index)
         if self.before_copy is not None and (copies is None or flat not in copies):
             self.before_copy(flat, dtype)
-        value = gather_param(flat, place, dtype, self.name, self._on_external_grad, copies)
+        value = gather_param(flat, number, dtype, self.name, self._on_external_grad, copies)
         if in_backward() and value.requires_grad:
             # In a recompute the gradient may arrive in a graph task of the checkpoint, whose end is not the end of the
             # backward, so the event is sent now.
@@ -469,14 +457,6 @@ class Unit:
 
     def _on_external_grad(self) -> None:
         self.observer.on_external_grad()
-
-    def _locate(self, index: int) -> tuple[FlatBuffer, int]:
-        """The flat buffer of a parameter of this unit, and its index there."""
-        for flat in self.flats:
-            if index < len(flat.param_infos):
-                return flat, index
-            index -= len(flat.param_infos)
-        raise IndexError(index)
 
     # effects of the residency -------------------------------------------------------------
 
@@ -602,9 +582,9 @@ class Unit:
         self._full_params.gather(self.name, self._tracker)
         self.has_full_params = True
         own = self._full_params.in_place_of
-        for index, shard in enumerate(self.sharded_params if own else ()):
-            register_owner(own[id(shard)], self)
-            self._indices[id(own[id(shard)])] = index
+        for shard, full in own.items():
+            register_owner(full, self)
+            self._places[id(full)] = self._places[shard]
         self._rest_on(own)
 
     def _rest_on(self, full: Mapping[int, nn.Parameter]) -> None:
@@ -625,7 +605,7 @@ class Unit:
         """Point the user's Parameter objects at the shards again, or let the modules show these. Idempotent."""
         for full in self._full_params.in_place_of.values():
             forget_owner(full)
-            self._indices.pop(id(full), None)
+            self._places.pop(id(full), None)
         self._full_params.free(self._tracker)
         self.has_full_params = False
         self._rest_on({})

@@ -74,7 +74,8 @@ class StateHooks(RefuseCopy):
             return
         self._engine.pending_backward.await_end()
         refuse_borrowing(self._engine)
-        if keep_vars and self._unit.has_opaque_shards and not self._shows_full_params:
+        # torch's functions for state dicts know DTensors as parts
+        if keep_vars and self._unit.flats and not (self._unit.replaces_params or self._shows_full_params):
             raise ShardingError(
                 f"state_dict(keep_vars=True) of unit {self._unit.name!r}: a part of a parameter cannot stand for the parameter; "
                 "use named_parameters(), or state_dict() without it."
