@@ -46,7 +46,7 @@ def gather_and_combine(reductions: Sequence[Reduction], infos: Sequence[ShardInf
 
 def _gather(reductions: Sequence[Reduction], comm: Communicator, label: str) -> Iterator[Tensor]:
     """The contributions of all ranks to each reduction: (W, k)."""
-    sizes = [_padded(one.part.numel() * one.part.element_size()) for one in reductions]
+    sizes = [-(-one.part.nbytes // 8) * 8 for one in reductions]  # so that each part begins where its dtype may lie
     everything = torch.zeros(comm.size, sum(sizes), dtype=torch.uint8, device=reductions[0].part.device)
     places = torch.split_with_sizes(everything, sizes, dim=1)
     for one, place in zip(reductions, places, strict=True):
@@ -54,12 +54,7 @@ def _gather(reductions: Sequence[Reduction], comm: Communicator, label: str) -> 
         place[comm.rank, : mine.numel()] = mine
     comm.all_gather(everything.view(-1), label).wait()
     for one, place in zip(reductions, places, strict=True):
-        count = one.part.numel() * one.part.element_size()
-        yield place[:, :count].contiguous().view(one.part.dtype)
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // 8) * 8
+        yield place[:, : one.part.nbytes].contiguous().view(one.part.dtype)
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -95,42 +90,38 @@ def norm(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
     return Reduction(part.view(1), _column(lambda parts: torch.linalg.vector_norm(parts, power), dtype))
 
 
-def _summing(function: Callable[..., Tensor], mean: bool = False) -> Local:
+def _folding(function: Callable[..., Tensor], combine: Callable[[Tensor], Tensor]) -> Local:
     def reduce(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
         is_exact = not (local.is_floating_point() or local.is_complex())
-        if mean and is_exact and given.get("dtype") is None:
-            _refuse_exact("mean", info, local)
         dtype = given.get("dtype") or (torch.int64 if is_exact else local.dtype)
-        part = function(local, dtype=_accumulator(dtype)).view(1)
-        if mean:
-            return Reduction(part, _column(lambda parts: parts.sum() / info.numel, dtype))
-        return Reduction(part, _column(torch.sum, dtype))
+        return Reduction(function(local, dtype=_accumulator(dtype)).view(1), _column(combine, dtype))
 
     return reduce
 
 
-def product(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
-    """The product of all elements."""
-    dtype = given.get("dtype") or (local.dtype if local.is_floating_point() or local.is_complex() else torch.int64)
-    return Reduction(torch.prod(local, dtype=_accumulator(dtype)).view(1), _column(torch.prod, dtype))
+def mean(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
+    """The sum of all elements, divided by their number."""
+    if given.get("dtype") is None and not (local.is_floating_point() or local.is_complex()):
+        _refuse_exact("mean", info, local)
+    return _folding(torch.sum, lambda parts: parts.sum() / info.numel)(info, local, given)
 
 
 def _extreme(function: Callable[[Tensor], Tensor], largest: bool) -> Local:
     def reduce(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
         if not info.numel:
             raise ShardingError(f"max or min of {info.name!r}: it has no elements, so there is none.")
-        if local.numel():
-            part = function(local)
-        elif local.dtype is torch.bool:
-            part = torch.full((), not largest, dtype=local.dtype, device=local.device)
-        elif local.is_floating_point():
-            part = torch.full((), -math.inf if largest else math.inf, dtype=local.dtype, device=local.device)
-        else:
-            limits = torch.iinfo(local.dtype)
-            part = torch.full((), limits.min if largest else limits.max, dtype=local.dtype, device=local.device)
-        return Reduction(part.view(1), _column(function, local.dtype))
+        if not local.numel():
+            local = torch.full((1,), _bounds(local.dtype)[0 if largest else 1], dtype=local.dtype, device=local.device)
+        return Reduction(function(local).view(1), _column(function, local.dtype))
 
     return reduce
+
+
+def _bounds(dtype: torch.dtype) -> tuple[float, float]:
+    """The lowest and the highest number of a dtype."""
+    if dtype.is_floating_point:
+        return -math.inf, math.inf
+    return (False, True) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
 def count_nonzero(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
@@ -182,10 +173,10 @@ REDUCTIONS: dict[str, Local] = {
     "linalg_vector_norm": norm,
     "norm": norm,
     "_foreach_norm": norm,
-    "sum": _summing(torch.sum),
-    "nansum": _summing(torch.nansum),
-    "mean": _summing(torch.sum, mean=True),
-    "prod": product,
+    "sum": _folding(torch.sum, torch.sum),
+    "nansum": _folding(torch.nansum, torch.sum),
+    "mean": mean,
+    "prod": _folding(torch.prod, torch.prod),
     "amax": _extreme(torch.amax, largest=True),
     "max": _extreme(torch.amax, largest=True),
     "_foreach_max": _extreme(torch.amax, largest=True),

@@ -33,6 +33,16 @@ shard_changes: Final = Clock()
 """How often `requires_grad` of a shard was set, or a hook was added to one, in the whole process."""
 
 
+def _counted(name: str) -> Any:
+    """A method of shards of parameters that counts as a change of one."""
+
+    def method(shard: "ShardParameter", *args: Any, **kwargs: Any) -> Any:
+        shard_changes.count += 1
+        return getattr(super(ShardParameter, shard), name)(*args, **kwargs)
+
+    return method
+
+
 class ShardParameter(ShardTensor, nn.Parameter):
     """This rank's part of a parameter."""
 
@@ -44,21 +54,9 @@ class ShardParameter(ShardTensor, nn.Parameter):
 
     requires_grad = property(Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[attr-defined]
 
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
-        shard_changes.count += 1
-        return super().requires_grad_(requires_grad)
-
-    def detach_(self) -> Any:
-        shard_changes.count += 1
-        return super().detach_()
-
-    def register_hook(self, hook: Any) -> Any:
-        shard_changes.count += 1
-        return super().register_hook(hook)  # type: ignore[no-untyped-call]
-
-    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        shard_changes.count += 1
-        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    requires_grad_, detach_ = _counted("requires_grad_"), _counted("detach_")
+    register_hook = _counted("register_hook")
+    register_post_accumulate_grad_hook = _counted("register_post_accumulate_grad_hook")
 
     @property
     def data(self) -> Tensor:

@@ -9,7 +9,7 @@ element on this rank's part, over all ranks, or refused.
 A parameter is complete on each rank if nothing is cut (NO_SHARD, or one rank): it stays an ordinary nn.Parameter.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from math import prod
 from typing import Any, NoReturn, cast
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.utils._pytree import tree_leaves
 
 from fsdp.autograd.dynamo import uncompiled
 from fsdp.autograd.frames import in_backward
@@ -53,6 +54,25 @@ def _refused(name: str, refuse: Callable[[str, ShardInfo], NoReturn] = refuse) -
 
     def method(shard: "ShardTensor", *_: Any, **__: Any) -> NoReturn:
         refuse(name, shard.shard_info)
+
+    return _shown_to_modes(method, name)
+
+
+def _new_of_size(name: str) -> Any:
+    """A method of shards that makes a shard if the size is that of the full tensor, or of its rows; else an ordinary tensor."""
+    make = getattr(Tensor, name)
+
+    def method(shard: "ShardTensor", *given: Any, **options: Any) -> Tensor:
+        info, given = shard.shard_info, (options.pop("size"), *given) if "size" in options else given
+        if not given:
+            raise TypeError(f"{name}() needs a size")
+        size, rest = (tuple(given[0]), given[1:]) if isinstance(given[0], Sequence) else (given, ())
+        if name == "new_empty" and not size and "device" in options and info.shape:
+            refuse_dcp(info)  # so torch's asynchronous save begins a copy, which would be an ordinary tensor
+        made_info = info if size == info.shape else info.of_row_sizes(size)
+        if made_info is None or prod(size) == 1:  # a size of one number is rather a constant than the size of the parameter
+            return cast(Tensor, make(plain(shard), size, *rest, **options))
+        return as_shard(make(plain(shard), made_info.local_shape, *rest, **options), made_info)
 
     return _shown_to_modes(method, name)
 
@@ -183,21 +203,7 @@ class ShardTensor(Tensor):
     nanquantile = _refused("nanquantile")
     diff = _refused("diff")
 
-    @_shown_to_modes
-    def new_empty(self, *size: Any, **options: Any) -> Any:
-        return _new_of_size(Tensor.new_empty, self, size, options)
-
-    @_shown_to_modes
-    def new_zeros(self, *size: Any, **options: Any) -> Any:
-        return _new_of_size(Tensor.new_zeros, self, size, options)
-
-    @_shown_to_modes
-    def new_ones(self, *size: Any, **options: Any) -> Any:
-        return _new_of_size(Tensor.new_ones, self, size, options)
-
-    @_shown_to_modes
-    def new_full(self, size: Any, *value: Any, **options: Any) -> Any:
-        return _new_of_size(Tensor.new_full, self, (size, *value), options)
+    new_empty, new_zeros, new_ones, new_full = map(_new_of_size, ("new_empty", "new_zeros", "new_ones", "new_full"))
 
     # views, by the full shape; torch's own would use the sizes of this rank's part
 
@@ -296,20 +302,6 @@ def gather_full(tensor: ShardTensor) -> Tensor:
     everything[info.comm.rank, : numels[info.comm.rank]] = plain(tensor).reshape(-1)
     info.comm.all_gather(everything.view(-1), f"full value of {info.name}").wait()
     return torch.cat([part[:numel] for part, numel in zip(everything, numels, strict=True)]).view(info.shape)
-
-
-def _new_of_size(make: Callable[..., Tensor], shard: ShardTensor, given: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-    """What `make` makes: a shard if the size is that of the full tensor, or of its rows; else an ordinary tensor."""
-    info, given = shard.shard_info, (options.pop("size"), *given) if "size" in options else given
-    if not given:
-        raise TypeError(f"{make.__name__}() needs a size")
-    size, rest = (tuple(given[0]), given[1:]) if given and isinstance(given[0], Sequence) else (given, ())
-    if make is Tensor.new_empty and not size and "device" in options and info.shape:
-        refuse_dcp(info)  # so torch's asynchronous save begins a copy, which would be an ordinary tensor
-    made_info = info if size == info.shape else info.of_row_sizes(size)
-    if made_info is None or prod(size) == 1:  # a size of one number is rather a constant than the size of the parameter
-        return make(plain(shard), size, *rest, **options)
-    return as_shard(make(plain(shard), made_info.local_shape, *rest, **options), made_info)
 
 
 def _as_full(shard: ShardTensor) -> Tensor:
@@ -595,13 +587,13 @@ def _unscale(func: Any, gradients: Sequence[Tensor], found_inf: Tensor, inv_scal
 
 def _refuse_recomputed(func: Any, args: tuple[Any, ...]) -> None:
     """Refuse to recompute with a shard what a forward has computed with a full value: the backward would mix the two."""
-    for leaf in _leaves(args):
+    for leaf in tree_leaves(args):
         if isinstance(leaf, ShardTensor) and leaf.requires_grad and func is not torch.ops.aten.detach.default:
             refuse(f"{func} in a recompute of activation checkpointing", leaf.shard_info)
 
 
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    shard = next(leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, ShardTensor))
+    shard = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardTensor))
     info = shard.shard_info
     if func.namespace == "c10d":
         shard.refuse_collective(str(func))
@@ -615,16 +607,6 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoRetur
 
 def _first_info(args: tuple[Any, ...]) -> ShardInfo:
     return cast(ShardTensor, args[0]).shard_info
-
-
-def _leaves(nested: Any) -> Iterator[Any]:
-    if isinstance(nested, dict):
-        nested = list(nested.values())
-    if isinstance(nested, list | tuple):
-        for one in nested:
-            yield from _leaves(one)
-    else:
-        yield nested
 
 
 _COMPUTE: dict[Rule, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
