@@ -7,7 +7,7 @@ Rule 2: it costs O(parameters), independent of the number of shards.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import lcm, prod
+from math import inf, lcm, prod
 from typing import Final
 
 from fsdp.shards.cut import Cut, Shape, part_shape
@@ -108,13 +108,6 @@ class Layout:
         segment = self.segments[slot.segment]
         return slot.start - segment.offset * self.num_shards, segment.numel
 
-    def holders(self, index: int) -> range:
-        """The ranks that hold elements of a parameter."""
-        start, per_rank = self.place(index)
-        first = start // per_rank
-        numel = self.slots[index].numel
-        return range(first, -(-(start + numel) // per_rank) if numel else first)
-
     def runs(self, start: int, end: int) -> Iterator[Run]:
         """The elements `start` to `end` of the unsharded flat buffer, by the ranks that hold them, in order."""
         for segment in self.segments:
@@ -159,7 +152,7 @@ def make_layout(shapes: tuple[Shape, ...], itemsize: int, num_shards: int, align
     step = max(ALIGNMENT // itemsize, 1) if aligned else 1
     # row lengths that may stay uncut, shortest first
     rows = sorted({_row(shape) for shape in shapes if len(shape) > 1 and prod(shape) > 0})
-    smallest = _fit(shapes, frozenset(), step, num_shards, limit=None)
+    smallest = _fit(shapes, frozenset(), step, num_shards, inf)
     assert smallest is not None, "an unlimited chunk always fits"
     limit = max(smallest.shard_numel, int(smallest.shard_numel * (1 + PADDING_BUDGET)))
     for count in range(len(rows), 0, -1):
@@ -201,7 +194,7 @@ def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def _fit(shapes: Sequence[Shape], uncut_rows: frozenset[int], step: int, num_shards: int, limit: int | None) -> Layout | None:
+def _fit(shapes: Sequence[Shape], uncut_rows: frozenset[int], step: int, num_shards: int, limit: float) -> Layout | None:
     """The layout with the smallest chunk found that cuts no row of these lengths, or None if that exceeds `limit`."""
     total = sum(_round_up(prod(shape), step) for shape in shapes)
     shard_numel = _round_up(max(-(-total // num_shards), 1), step)
@@ -209,7 +202,7 @@ def _fit(shapes: Sequence[Shape], uncut_rows: frozenset[int], step: int, num_sha
         # a parameter longer than a chunk crosses several boundaries, so the chunk must be a multiple of its row
         spanning = [_row(s) for s in shapes if len(s) > 1 and _row(s) in uncut_rows and prod(s) > shard_numel]
         shard_numel = _round_up(shard_numel, lcm(step, *spanning))
-        if limit is not None and shard_numel > limit:
+        if shard_numel > limit:
             return None
         slots = _place(shapes, uncut_rows, step, shard_numel)
         end = slots[-1].end if slots else 0

@@ -47,11 +47,11 @@ class StepFlags:
     def __init__(self, units: Sequence[Unit], buckets: Sequence[Bucket]) -> None:
         self._clocks = [unit.versions for unit in units]
         self._params = [
-            (info.names[0], bucket.name, info.parameter if part.numel else None)
+            (info.names[0], bucket.name, info.parameter if placement.part.numel else None)
             for bucket in buckets
             if not bucket.flat.is_replicated
-            for index, (info, part) in enumerate(zip(bucket.flat.param_infos, bucket.flat.parts, strict=True))
-            if len(bucket.flat.layout.holders(index)) > 1
+            for info, placement in zip(bucket.flat.param_infos, bucket.flat.placements, strict=True)
+            if placement.cut.numel_first is not None  # else one rank holds all of it
         ]
         nothing = torch.empty(0)
         self._held = [nothing if parameter is None else parameter for _, _, parameter in self._params]
