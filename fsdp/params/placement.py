@@ -208,7 +208,7 @@ class Placement:
 
     def address_at(self, view: Tensor, before: int) -> int:
         """The `address` of a shard over `view`, after all memory has moved (see `fsdp.offload`). `before`: the former one."""
-        return view.data_ptr()
+        return self.address(view)
 
     # state dicts --------------------------------------------------------------------------
 
@@ -234,6 +234,8 @@ class Placement:
         if given is parameter:
             # torch's set_model_state_dict gives the model its own parameters under names that are missing
             return plain(parameter)
+        if local_of(given) is not None and (local := self.part_of_value(given)) is not None:
+            return local  # a DTensor that is cut like this one
         check_fit(operation, name, given, self.shape, parameter.dtype)
         if not isinstance(given, ShardedValue):
             return self.part_of_full(given.detach())
@@ -253,11 +255,7 @@ class Placement:
         return self.part.numel > 0 or self.replaces_param
 
     def part_of_state(self, where: str, value: Any) -> Any:
-        """What this rank saves of a value that an optimizer keeps. Errors begin with `where`.
-
-        Raises:
-            ShardingError: nothing says how the value lies on the ranks.
-        """
+        """What this rank saves of an optimizer's value. If nothing says how it lies on ranks, an error begins with `where`."""
         return plain(value) if isinstance(value, ShardTensor) else value
 
     def place_state(self, where: str, shapes: Mapping[int, Shape], dtype: torch.dtype) -> StatePlacement:
@@ -265,11 +263,7 @@ class Placement:
         return place_local(where, self.cut, self.extent.cut_by_element, shapes, dtype)
 
     def place_full_state(self, where: str, shape: Shape, dtype: torch.dtype) -> StatePlacement:
-        """The placement of a full tensor of `shape`. Errors begin with `where`.
-
-        Raises:
-            ShardingError: it has no parts that belong to those of the parameter.
-        """
+        """The placement of a full tensor of `shape`. If it cannot be cut like the parameter, an error begins with `where`."""
         return place_full(where, self.cut, self.extent.cut_by_element, shape, dtype)
 
     def placed(self, layout: Layout, index: int, like: nn.Parameter, dtype: torch.dtype) -> "Placement":
@@ -296,9 +290,6 @@ class ShardPlacement(Placement):
 
     def make_shard(self, info: ParamInfo, local: Tensor) -> None:
         become_shard(info.parameter, local.data, self.info)
-
-    def address_at(self, view: Tensor, before: int) -> int:
-        return before
 
     def placed(self, layout: Layout, index: int, like: nn.Parameter, dtype: torch.dtype) -> Placement:
         return ShardPlacement(self.name, layout, index, self.info.comm)
@@ -424,11 +415,6 @@ class DTensorPlacement(Placement):
         # there may be copies on other ranks, as FSDP2 has none of what tensor parallelism has not cut
         is_alike = local is not None and given.shape == spec.tensor_meta.shape and lies_alike(given._spec, spec)
         return local if is_alike else super().part_of_value(given)
-
-    def part_of_given(self, operation: str, name: str, given: Any, parameter: nn.Parameter) -> Tensor:
-        local = local_of(given)
-        fits = local is not None and (given is parameter or self.part_of_value(given) is not None)
-        return local if local is not None and fits else super().part_of_given(operation, name, given, parameter)
 
     def part_of_state(self, where: str, value: Any) -> Any:
         if has_dimensions(value) and local_of(value) is None:
