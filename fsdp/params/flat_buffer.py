@@ -185,8 +185,7 @@ class FlatBuffer:
     def load_shard(self, values: Tensor) -> None:
         """Overwrite the whole shard (C,), as a change in place of each sharded parameter."""
         self.set_shard(values, self.sharded_params)
-        for parameter in self.sharded_params:
-            increment_version(parameter)
+        increment_version(self.sharded_params)
 
     def set_shard(self, values: Tensor, parameters: Sequence[Tensor]) -> None:
         """Overwrite the whole shard (C,). `parameters`: the tensors that show it, of which some may have memory of their own."""
@@ -392,10 +391,7 @@ class FlatBuffer:
     def write_back_inplace(self, unit: str, saved: SavedShards | None) -> int:
         """Copy this rank's part of unsharded parameters that were changed in place to the shard; return their number.
 
-        `saved`: receives the values that the shard had before.
-
-        Raises:
-            ShardingError: the unsharded parameters have another dtype than the shard.
+        `saved`: receives the values that the shard had before. Refused if the shard has another dtype.
         """
         before, self._inplace_updates = self._inplace_updates, self.count_inplace_updates()
         is_repointed = self.is_repointed

@@ -37,14 +37,14 @@ def full_tensor(parameter: Tensor) -> Tensor:
     Raises:
         ShardingError: `parameter` is not sharded, or is None.
     """
-    owner = _owner_of(parameter, "full_tensor")
-    if owner is None and isinstance(parameter, ShardTensor):
-        _refuse_graph(parameter, "full_tensor")
+    if (owner := _owner_of(parameter, "full_tensor")) is not None:
+        return owner.full_value(cast(nn.Parameter, parameter))
+    if isinstance(parameter, ShardTensor):
         return gather_full(parameter)
-    if owner is None and local_of(parameter) is not None:
+    if local_of(parameter) is not None:
         full: Tensor = cast(Any, parameter.detach()).full_tensor()
         return full
-    return _known_owner(parameter, owner, "full_tensor").full_value(cast(nn.Parameter, parameter))
+    _refuse_foreign(parameter, "full_tensor")
 
 
 def backward_without_a_loss(on_gradient: Callable[[], object]) -> None:
@@ -71,41 +71,38 @@ def to_local(parameter: Tensor) -> Tensor:
         ShardingError: `parameter` is an nn.Parameter or part of a graph, and belongs to no sharded module; or, in the backward,
             a rank has finished inside `fsdp.join`, so that nobody computes the term of its part.
     """
-    owner = _owner_of(parameter, "to_local")
-    if owner is None and isinstance(parameter, ShardTensor):
-        _refuse_graph(parameter, "to_local")
+    if (owner := _owner_of(parameter, "to_local")) is not None:
+        return owner.local_value(cast(nn.Parameter, parameter))
+    if isinstance(parameter, ShardTensor):
         return plain(parameter)
-    if owner is None and (local := local_of(parameter)) is not None:
+    if (local := local_of(parameter)) is not None:
         return local
-    if owner is None and not isinstance(parameter, nn.Parameter) and not parameter.requires_grad:
-        return parameter
-    return _known_owner(parameter, owner, "to_local").local_value(cast(nn.Parameter, parameter))
+    if isinstance(parameter, nn.Parameter) or parameter.requires_grad:
+        _refuse_foreign(parameter, "to_local")
+    return parameter
 
 
 def _owner_of(given: Tensor | None, caller: str) -> Owner | None:
+    """The unit of a parameter; None for what is computed from one. Refused where a gradient would end."""
     if given is None:  # as `.grad` is
         raise ShardingError(
             f"{caller}: got None, and needs a tensor; a parameter has no gradient before a backward that synchronises, and after "
             "zero_grad."
         )
-    return owning_unit(given)
-
-
-def _refuse_graph(tensor: ShardTensor, caller: str) -> None:
-    if tensor.requires_grad and torch.is_grad_enabled():
+    owner = owning_unit(given)
+    if owner is None and isinstance(given, ShardTensor) and given.requires_grad and torch.is_grad_enabled():
         raise ShardingError(
             f"{caller}: this tensor was computed from a parameter with a gradient, which would end here. Give the parameter "
             f"itself and compute with the result: fsdp.{caller}(parameter) * 2; or call it under torch.no_grad()."
         )
-
-
-def _known_owner(parameter: Tensor, owner: Owner | None, caller: str) -> Owner:
-    if owner is None:
-        raise ShardingError(
-            f"{caller}: this tensor of shape {tuple(parameter.shape)} is not a parameter of a sharded module. A gradient or a "
-            "state that is an ordinary tensor is full on one rank and with NO_SHARD; with plain_shards it is this rank's part."
-        )
     return owner
+
+
+def _refuse_foreign(tensor: Tensor, caller: str) -> NoReturn:
+    raise ShardingError(
+        f"{caller}: this tensor of shape {tuple(tensor.shape)} is not a parameter of a sharded module. A gradient or a "
+        "state that is an ordinary tensor is full on one rank and with NO_SHARD; with plain_shards it is this rank's part."
+    )
 
 
 def gather_param(
@@ -233,11 +230,7 @@ class ReadCopies:
         self._watched.append(WatchedCopy(name, copy, self._guard))
 
     def check(self, unit: str) -> None:
-        """Stop watching the copies whose memory is gone.
-
-        Raises:
-            ShardingError: a copy was changed in place. None is watched any more.
-        """
+        """Stop watching the copies whose memory is gone. Raise ShardingError, and watch none, if one was changed in place."""
         if not self._watched:
             return
         watched, self._watched = self._watched, []

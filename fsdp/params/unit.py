@@ -7,11 +7,10 @@ Rule 2: the modules show unsharded parameters only between USE_UNSHARDED and USE
 
 import os
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,14 +44,12 @@ _GRAD: Final = attrgetter("grad")
 _IS_ELSEWHERE: Final = attrgetter("is_elsewhere")
 
 
-class UnitObserver(ABC):
+class UnitObserver(Protocol):
     """Handles uses of the parameters of a unit outside its own forward."""
 
-    @abstractmethod
     def on_used_outside(self) -> None:
         """A parameter is read outside the unit, and the value requires a gradient."""
 
-    @abstractmethod
     def factor_of_part(self) -> float:
         """By what the gradient of a term that each rank computes of its part of a parameter is multiplied: so it counts once.
 
@@ -60,15 +57,12 @@ class UnitObserver(ABC):
             ShardingError: a rank computes no such term.
         """
 
-    @abstractmethod
     def on_external_grad(self) -> None:
         """A gradient of one parameter is about to come from a use outside the unit."""
 
-    @abstractmethod
     def has_come(self, flat: FlatBuffer, index: int) -> bool:
         """Whether a gradient of a parameter of a flat buffer has come in this backward, which is not in `.grad` yet."""
 
-    @abstractmethod
     def unshard_for_backward(self) -> bool:
         """Unshard the unit until the end of the backward; return whether its parameters may then be used."""
 
@@ -243,11 +237,7 @@ class Unit:
             self.pending.set(True)
 
     def holder_of_grad(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The parameter that has the `.grad` of `parameter` in a backward: the shard.
-
-        Raises:
-            ShardingError: a gradient of this backward has come, and is not reduced yet.
-        """
+        """The shard, which has the `.grad` of `parameter` in a backward. Refused if a gradient has come and is not reduced."""
         flat, number = self._places[id(parameter)]
         if self.observer.has_come(flat, number):
             raise ShardingError(
@@ -266,9 +256,6 @@ class Unit:
         """Copy in-place updates of the unsharded parameters into the shards; return the number of parameters updated.
 
         `saved`: receives what `roll_back_inplace` needs. Give it while the forward still runs and may fail.
-
-        Raises:
-            ShardingError: the unsharded parameters have another dtype than the shards.
         """
         if self.has_full_params:
             return 0  # the modules show these, and the summon writes them back
@@ -363,11 +350,7 @@ class Unit:
         return any(map(_IS_ELSEWHERE, self.flats))
 
     def follow_replaced(self) -> bool:
-        """Let the shards hold data that the user put into sharded parameters (`p.data = x`); return whether there is any.
-
-        Raises:
-            ShardingError: the data does not fit.
-        """
+        """Let the shards hold data that the user put into parameters (`p.data = x`), or refuse it; say whether there is any."""
         return any([*map(FlatBuffer.check_shards, self.flats, repeat(self.name))])
 
     def check_modules(self) -> None:
@@ -506,11 +489,7 @@ class Unit:
             work.wait()
 
     def use_unsharded(self) -> None:
-        """Let the modules show the unsharded parameters.
-
-        Raises:
-            ShardingError: the user has put another parameter into one.
-        """
+        """Let the modules show the unsharded parameters. Raise ShardingError if the user has put another parameter into one."""
         if touches.count != self._touches:
             self._refuse_put_in()
         for module_params in self._module_params:

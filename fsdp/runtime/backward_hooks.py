@@ -29,14 +29,14 @@ from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.gathered_copies import RefuseShardGrad
 from fsdp.params.param_info import kept_accumulator
-from fsdp.params.unit import Unit, UnitObserver
+from fsdp.params.unit import Unit
 from fsdp.runtime.backward_end import UNWINDING
 from fsdp.runtime.passes import Passes
 from fsdp.runtime.refuse_copy import RefuseCopy
 from state_machine import Event
 
 
-class BackwardHooks(RefuseCopy, UnitObserver):
+class BackwardHooks(RefuseCopy):
     """The hooks of one unit in a backward. They call the stages of the passes."""
 
     def __init__(self, passes: Passes, index: int) -> None:

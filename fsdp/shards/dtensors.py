@@ -156,11 +156,7 @@ def full_with_grad(unsharded: Any, data_ranks: Sequence[int]) -> Tensor:
 
 
 def dim_of(name: str, parameter: Tensor, placement: Any) -> int:
-    """The dimension of `parameter` that `placement`, given by the user, cuts.
-
-    Raises:
-        ShardingError: it cuts none.
-    """
+    """The dimension of `parameter` that `placement`, given by the user, cuts. Raise ShardingError if it cuts none."""
     from torch.distributed.tensor import Shard
 
     if type(placement) is not Shard:
