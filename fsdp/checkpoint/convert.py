@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from zipfile import is_zipfile
@@ -19,15 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp.checkpoint.atomic_folder import removed_on_failure, writing
-from fsdp.checkpoint.hf_safetensors import (
-    dtype_of,
-    file_name,
-    files_in,
-    opened_file,
-    plan_files,
-    require_safetensors,
-    write_index,
-)
+from fsdp.checkpoint.hf_safetensors import Writer, dtype_of, files_in, opened_file, plan_files, require_safetensors
 from fsdp.checkpoint.manifest import NAME, read_manifest
 from fsdp.checkpoint.plain_values import pack, storable, unpack
 from fsdp.checkpoint.progress_bar import Progress
@@ -56,7 +49,7 @@ def describe(path: Path, tensors: bool = False) -> Iterator[str]:
         manifest = read_manifest(path)
         when = datetime.fromtimestamp(manifest.saved_at / 1e9, UTC)
         yield f"format {manifest.version}, saved by {manifest.world_size} ranks on {when:%Y-%m-%d %H:%M:%S} UTC"
-        yield f"{len(manifest.files)} files, {manifest.total_bytes / 1e6:,.1f} MB"
+        yield f"{len(manifest.files)} files, {sum(file['bytes'] for file in manifest.files.values()) / 1e6:,.1f} MB"
     stored = dcp.StoredCheckpoint(path)
     if not (path / NAME).exists():
         yield "written by torch's Distributed Checkpoint: no manifest, no checksums"
@@ -219,12 +212,9 @@ def _is_tensor(value: Any) -> bool:
 
 def _to_safetensors(tensors: dict[str, Any], out: Path, limit: int) -> None:
     require_safetensors("convert")
-    from safetensors.torch import save_file
-
-    files = plan_files([(name, value.nbytes) for name, value in tensors.items()], limit)
+    files = plan_files([(name, value.nbytes) for name, value in tensors.items()], itemgetter(1), limit)
     with writing("convert", out, ALONE) as working:
-        for number, planned in enumerate(files):
-            held = {name: _read(tensors[name]).contiguous().clone() for name, _ in planned}
-            save_file(held, working / file_name(number, len(files)), metadata={"format": "pt"})
-            del held
-        write_index(working, files)
+        writer = Writer(working, files, ALONE, Progress("convert", False, 0))
+        for name, value in tensors.items():
+            writer.take(name, _read(value))
+        writer.finish()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -19,50 +20,34 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo, _StoragePrefix
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp.checkpoint.atomic_folder import not_written
+from fsdp.checkpoint.hf_safetensors import plan_files
 from fsdp.checkpoint.manifest import record
 from fsdp.checkpoint.plain_values import restored
 from fsdp.comm.agreement import agree_and_gather
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
+from fsdp.shards.sharded_value import write_items
 
 METADATA: Final = ".metadata"
 FILE_BYTES: Final = 1 << 30
 """The limit for the tensors of one file."""
 _DCP: Final = "torch.distributed.checkpoint."
+_METADATA: Final = (
+    *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+    *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+)
 _ALLOWED: Final = {
-    (_DCP + "metadata", name)
-    for name in (
-        "Metadata",
-        "MetadataIndex",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    (_DCP + "filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    *(
-        (module, name)
-        for module in ("pathlib", "pathlib._local")
-        for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")
-    ),
+    *((_DCP + "metadata", name) for name in _METADATA),
+    *((_DCP + "filesystem", "_StorageInfo"), ("torch", "Size")),
+    *(("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
+    *product(("pathlib", "pathlib._local"), ("Path", "PosixPath", "PurePosixPath", "WindowsPath")),
 }
+"""The classes and functions that a folder's metadata may name, each with its module."""
 
 
 class StoredCheckpoint:
@@ -192,9 +177,8 @@ class LazyTensor:
         return prod(self.shape) * self.dtype.itemsize
 
     def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
-        offsets, sizes = torch.Size([0] * len(self.shape)), torch.Size(self.shape)
-        data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype=self.dtype), sizes)
-        return [WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data)]
+        sizes = torch.Size(self.shape)
+        return write_items(fqn, [ChunkStorageMetadata(torch.Size([0] * len(sizes)), sizes)], sizes, self.dtype)
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -226,11 +210,7 @@ class WritePlan:
     ) -> None:
         """Plan to write `state` in files of at most `file_bytes`, or of one tensor. Communicates.
 
-        `folder` must exist. Errors name `final`, which the folder is to become.
-
-        Raises:
-            Exception: planning failed on this rank.
-            ShardingError: planning failed on another rank, which is named.
+        `folder` must exist. Errors name `final`, which the folder is to become. A failure on one rank is raised on every rank.
         """
         # `record` syncs each file to disk
         self._planner, self._writer = _SavePlanner(), FileSystemWriter(folder, sync_files=False)
@@ -264,10 +244,7 @@ class WritePlan:
 
         Memory: torch's writer holds every tensor of a file, or a copy of it, until the file is complete.
         `on_progress`: called with the bytes of each item before it is written, and again after its checksum was computed.
-
-        Raises:
-            Exception: writing failed on this rank.
-            ShardingError: writing failed on another rank, which is named.
+        A failure on one rank is raised on every rank.
         """
         self._planner.on_progress = on_progress
 
@@ -297,15 +274,7 @@ class WritePlan:
 
     def _files(self) -> Iterator[SavePlan]:
         """The plan of each file of this rank."""
-        files: list[list[WriteItem]] = [[]]
-        size = 0
-        for item in self._plan.items:
-            size += size_of(item)
-            if files[-1] and size > self._file_bytes:
-                files.append([])
-                size = size_of(item)
-            files[-1].append(item)
-        for number, items in enumerate(files):
+        for number, items in enumerate(plan_files(self._plan.items, size_of, self._file_bytes)):
             prefix: str = self._plan.storage_data.prefix
             yield replace(self._plan, items=items, storage_data=_StoragePrefix(f"{prefix}{number}_" if number else prefix))
 

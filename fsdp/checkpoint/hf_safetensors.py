@@ -7,10 +7,12 @@ Rule 2: files hold full tensors. torch's Distributed Checkpoint has a writer for
 
 import json
 import re
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from math import prod
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from fsdp.checkpoint.atomic_folder import not_written, writing
 from fsdp.checkpoint.progress_bar import Progress, ProgressOption
 from fsdp.comm.agreement import agree_on_refusals
+from fsdp.comm.communicator import Communicator
 from fsdp.comm.joint_gather import copy_from
 from fsdp.errors import ShardingError, require_package
 from fsdp.file_errors import file_errors
@@ -31,6 +34,7 @@ from fsdp.state_dict.param_shard import ParamShard, full_value, load_value, para
 
 INDEX: Final = "model.safetensors.index.json"
 MULTIPLES: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+Stored = TypeVar("Stored")
 
 
 @torch.no_grad()
@@ -61,31 +65,19 @@ def export_safetensors(
     planned = [(name, tensor.nbytes) for name, tensor in unsharded]
     sharded = (shard for unit in model_view.units for shard in param_shards_of(unit))
     planned += [(names[id(shard.parameter)], prod(shard.shape) * shard.parameter.element_size()) for shard in sharded]
-    files = plan_files(planned, limit)
+    files = plan_files(planned, itemgetter(1), limit)
     meter = Progress("export_safetensors", progress, comm.rank)
     agree_on_refusals(comm, "export_safetensors", meter.check)
-    try:
-        with writing("export_safetensors", folder, comm) as working:
-            meter.begin(sum(size for _, size in planned))
-            writer = _Writer(working, files, comm.rank, comm.size, meter)
-            for name, tensor in unsharded:
-                full = full_value(tensor)
-                writer.take(name, full if writer.writers[name] == 0 else copy_from(0, full, comm, name))
-            for param_range, buffer in gather_ranges(model_view.units, RANGE_BYTES):
-                for param_shard in param_range.param_shards:
-                    writer.take(names[id(param_shard.parameter)], param_range.full_param(buffer, param_shard))
-
-            @not_written("export_safetensors", folder)
-            def finish() -> None:
-                writer.finish()
-                if comm.rank == 0:
-                    write_index(working, files)
-
-            agree_on_refusals(comm, "export_safetensors", finish)
-        meter.end()
-    except BaseException:
-        meter.end(finished=False)
-        raise
+    with meter, writing("export_safetensors", folder, comm) as working:
+        meter.begin(sum(size for _, size in planned))
+        writer = Writer(working, files, comm, meter)
+        for name, tensor in unsharded:
+            full = full_value(tensor)
+            writer.take(name, full if writer.writers[name] == 0 else copy_from(0, full, comm, name))
+        for param_range, buffer in gather_ranges(model_view.units, RANGE_BYTES):
+            for param_shard in param_range.param_shards:
+                writer.take(names[id(param_shard.parameter)], param_range.full_param(buffer, param_shard))
+        agree_on_refusals(comm, "export_safetensors", not_written("export_safetensors", folder)(writer.finish))
 
 
 @torch.no_grad()
@@ -106,8 +98,7 @@ def load_safetensors(
     require_safetensors("load_safetensors")
     model_view = ModelView(model, "load_safetensors")
     comm, param_shards = model_view.world_comm, model_view.param_shards
-    meter = Progress("load_safetensors", progress, comm.rank)
-    with ExitStack() as stack:
+    with ExitStack() as stack, Progress("load_safetensors", progress, comm.rank) as meter:
 
         @file_errors(f"load_safetensors: {path} cannot be read", Path(path))
         def prepare() -> tuple[list[tuple[Tensor, Any]], IncompatibleKeys]:
@@ -119,37 +110,31 @@ def load_safetensors(
         for tensor, stored in targets:
             param_shard = param_shards.get(id(tensor))
             if param_shard is None:
-                load_value(tensor, _read(stored, None, tensor))
-            elif param_shard.placement.is_row_range:
-                param_shard.overwrite(_read(stored, param_shard, tensor))
+                load_value(tensor, stored[...])
+            elif param_shard.placement.is_row_range and param_shard.shape:
+                param_shard.overwrite(_read(stored, param_shard))
             else:
                 param_shard.overwrite(param_shard.cut(stored[...]))
             meter.add(tensor.nbytes)
-        meter.end()
         return keys
 
 
 def _targets(
     model_view: ModelView, path: Path, stack: ExitStack, strict: bool
 ) -> tuple[list[tuple[Tensor, Any]], IncompatibleKeys]:
-    """Each tensor of the model with the unread tensor of the files that belongs there, and the names left out.
-
-    Raises:
-        ShardingError: a file is missing or damaged, or names, shapes or dtypes are not the model's.
-    """
+    """Each tensor of the model with the unread tensor of the files that belongs there, which fits it; and the names left out."""
     operation = f"load_safetensors {path}"
     slices: dict[str, Any] = {}
     for file in files_in(path, operation):
         opened = stack.enter_context(opened_file(file, operation))
         slices.update({key: opened.get_slice(key) for key in opened.keys()})  # noqa: SIM118  # not a mapping
-    names: dict[int, str] = {}
+    found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model_view.entries:
         if name in slices:
-            names.setdefault(id(tensor), name)
-    wanted = [name for name, tensor in model_view.entries if name in slices or id(tensor) not in names]
+            found.setdefault(id(tensor), (name, tensor))
+    wanted = [name for name, tensor in model_view.entries if name in slices or id(tensor) not in found]
     keys = check_names(operation, wanted, slices, strict)
     targets: list[tuple[Tensor, Any]] = []
-    found = {id(tensor): (names[id(tensor)], tensor) for _, tensor in model_view.entries if id(tensor) in names}
     for name, tensor in found.values():
         param_shard, stored = model_view.param_shards.get(id(tensor)), slices[name]
         shape = tuple(tensor.shape) if param_shard is None else param_shard.shape
@@ -159,16 +144,19 @@ def _targets(
     return targets, keys
 
 
-class _Writer:
+class Writer:
     """The files of one rank. Each is written as soon as all of its tensors were taken."""
 
-    def __init__(self, working: Path, files: list[list[tuple[str, int]]], rank: int, size: int, progress: Progress) -> None:
+    def __init__(self, working: Path, files: list[list[tuple[str, int]]], comm: Communicator, progress: Progress) -> None:
         self._progress = progress
         self._working = working
+        self._rank = comm.rank
+        self._files = {name: number for number, tensors in enumerate(files) for name, _ in tensors}
+        """The number of the file of each tensor."""
         self._names = [file_name(number, len(files)) for number in range(len(files))]
-        self.writers = {name: number % size for number, tensors in enumerate(files) for name, _ in tensors}
+        self._total = sum(size for tensors in files for _, size in tensors)
+        self.writers = {name: number % comm.size for name, number in self._files.items()}
         """The rank that writes the file of each tensor."""
-        self._mine = {name: number for number, tensors in enumerate(files) if number % size == rank for name, _ in tensors}
         self._missing = {number: len(tensors) for number, tensors in enumerate(files)}
         self._held: dict[int, dict[str, Tensor]] = {}
         self._failure: Exception | None = None
@@ -176,9 +164,9 @@ class _Writer:
     def take(self, name: str, tensor: Tensor) -> None:
         """Keep a copy of a full tensor if this rank writes its file."""
         self._progress.add(tensor.nbytes)
-        number = self._mine.get(name)
-        if number is None:
+        if self.writers[name] != self._rank:
             return
+        number = self._files[name]
         self._held.setdefault(number, {})[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._missing[number] -= 1
         if not self._missing[number]:
@@ -193,11 +181,13 @@ class _Writer:
             self._failure = error
 
     def finish(self) -> None:
-        """Raises:
-        Exception: a file could not be written.
-        """
+        """Let rank 0 write the index of the files, if there are several. Raise what has kept this rank from writing a file."""
         if self._failure is not None:
             raise self._failure
+        if self._rank == 0 and len(self._names) > 1:
+            weights = {name: self._names[number] for name, number in self._files.items()}
+            index = {"metadata": {"total_size": self._total}, "weight_map": weights}
+            (self._working / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def file_name(number: int, count: int) -> str:
@@ -205,32 +195,21 @@ def file_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def write_index(working: Path, files: list[list[tuple[str, int]]]) -> None:
-    """Write the index that names the file of each tensor, if there are several files."""
-    if len(files) > 1:
-        index = {
-            "metadata": {"total_size": sum(size for tensors in files for _, size in tensors)},
-            "weight_map": {name: file_name(number, len(files)) for number, tensors in enumerate(files) for name, _ in tensors},
-        }
-        (working / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def plan_files(tensors: list[tuple[str, int]], limit: int) -> list[list[tuple[str, int]]]:
-    """Distribute tensors (name, bytes) over files in the given order, each up to `limit` bytes or one tensor."""
-    files: list[list[tuple[str, int]]] = [[]]
-    for name, size in tensors:
-        if files[-1] and sum(taken for _, taken in files[-1]) + size > limit:
+def plan_files(tensors: Iterable[Stored], size_of: Callable[[Stored], int], limit: int) -> list[list[Stored]]:
+    """Distribute tensors over files in the given order, each up to `limit` bytes or one tensor."""
+    files: list[list[Stored]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        filled += size_of(tensor)
+        if files[-1] and filled > limit:
             files.append([])
-        files[-1].append((name, size))
+            filled = size_of(tensor)
+        files[-1].append(tensor)
     return files
 
 
 def files_in(path: Path, operation: str) -> list[Path]:
-    """The file `path`, or the files of the folder `path`.
-
-    Raises:
-        ShardingError: a file is missing, or the index is damaged.
-    """
+    """The file `path`, or the files of the folder `path`. Refused if one is missing, or the index is damaged."""
     if not path.exists():
         raise ShardingError(f"{operation}: there is no such file or folder.")
     if path.is_dir():
@@ -249,11 +228,7 @@ def files_in(path: Path, operation: str) -> list[Path]:
 
 
 def opened_file(file: Path, operation: str) -> Any:
-    """Open one file, which is mapped until it is closed.
-
-    Raises:
-        ShardingError: the file is damaged.
-    """
+    """Open one file, which is mapped until it is closed. Raise ShardingError if it is damaged."""
     from safetensors import safe_open
 
     try:
@@ -262,11 +237,8 @@ def opened_file(file: Path, operation: str) -> Any:
         raise ShardingError(f"{operation}: {file.name} is damaged: {error}.") from error
 
 
-def _read(stored: Any, param_shard: ParamShard | None, tensor: Tensor) -> Tensor:
+def _read(stored: Any, param_shard: ParamShard) -> Tensor:
     """This rank's part of a stored tensor. Reads only the rows of which this rank has elements."""
-    if param_shard is None or not param_shard.shape:
-        full: Tensor = stored[...]
-        return full if param_shard is None or tensor.numel() else full.reshape(-1)[:0]
     part, row = param_shard.placement.part, max(prod(param_shard.shape[1:]), 1)
     low, high = part.first // row, -(-(part.first + part.numel) // row)
     rows: Tensor = stored[low:high].reshape(-1)
@@ -283,11 +255,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def size_in_bytes(size: int | str, option: str = "export_safetensors: max_shard_size") -> int:
-    """Convert a number of bytes, or text such as "5GB", to bytes. An error begins with `option`.
-
-    Raises:
-        ShardingError: `size` is neither.
-    """
+    """The bytes of a number, or of text such as "5GB". If `size` is neither, an error begins with `option`."""
     found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]i?B)\s*", size, re.IGNORECASE) if isinstance(size, str) else None
     number = int(float(found[1]) * MULTIPLES[found[2].upper()]) if found else size
     if type(number) is not int or number <= 0:

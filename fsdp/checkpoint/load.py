@@ -83,13 +83,7 @@ def load(
     comm = model_view.world_comm
     optimizer_view = None if optimizer is None else OptimizerView(model_view, optimizer, f"load {path}")
     meter = Progress("load", progress, comm.rank)
-    shown: dict[str, Any] = {}
-
-    def show() -> None:  # hooks of the user's may fail
-        nonlocal shown
-        shown = model_view.state_dict()
-
-    agree_on_refusals(comm, "load", show)
+    shown = agree_on_refusals(comm, "load", model_view.state_dict)  # hooks of the user's may fail
 
     @file_errors(f"load: {path} cannot be read", Path(str(path)))
     def prepare() -> tuple[dcp.StoredCheckpoint, dict[str, Any], dcp.ReadPlan, IncompatibleKeys]:
@@ -125,31 +119,27 @@ def load(
             optimizer_view.named({"state": {}, **stored.nested(found)["optimizer"]})
         return stored, found, tensors, keys
 
-    try:
+    with meter:
         stored, values, tensors, keys = agree_on_refusals(comm, "load", prepare)
         loaded = agree_on_refusals(comm, "load", lambda: tensors.read(meter.add))
-    except BaseException:
-        meter.end(finished=False)
-        raise
-    found = stored.nested({**values, **loaded})
-    model_view.set_state(found["model"], shown, strict)
-    if optimizer_view is not None:
-        given = found["optimizer"]
-        # as the optimizer keeps it: local tensors, under its own keys
-        state = {
-            name: {key.split(RANK_MARK)[0]: getattr(value, "local", value) for key, value in kept.items()}
-            for name, kept in given.get("state", {}).items()
-        }
-        named = optimizer_view.named({"state": state, "param_groups": given["param_groups"]})
-        optimizer_view.install(state, named["param_groups"])
-    if ema is not None:
-        ema.load_state_dict(found[EMA_PART])
-    if saved_grads.PART in found:
-        saved_grads.restore_gradients(model_view, found[saved_grads.PART])
-    for packed in found.get(RANDOM, {}).values():
-        restore_random_states(unpack(packed), model_view.units[0].device)
-    meter.end()
-    return Loaded(next((unpack(packed) for packed in found.get("extra", {}).values()), {}), keys)
+        found = stored.nested({**values, **loaded})
+        model_view.set_state(found["model"], shown, strict)
+        if optimizer_view is not None:
+            given = found["optimizer"]
+            # as the optimizer keeps it: local tensors, under its own keys
+            state = {
+                name: {key.split(RANK_MARK)[0]: getattr(value, "local", value) for key, value in kept.items()}
+                for name, kept in given.get("state", {}).items()
+            }
+            named = optimizer_view.named({"state": state, "param_groups": given["param_groups"]})
+            optimizer_view.install(state, named["param_groups"])
+        if ema is not None:
+            ema.load_state_dict(found[EMA_PART])
+        if saved_grads.PART in found:
+            saved_grads.restore_gradients(model_view, found[saved_grads.PART])
+        for packed in found.get(RANDOM, {}).values():
+            restore_random_states(unpack(packed), model_view.units[0].device)
+        return Loaded(next((unpack(packed) for packed in found.get("extra", {}).values()), {}), keys)
 
 
 def latest(folder: Pathlike, verify: bool = False) -> Path | None:
@@ -263,10 +253,9 @@ def _gradient_targets(
     for key in stored.paths:
         if key.startswith(prefix) and (found := stored.tensor(key)) is not None:
             name = key.removeprefix(prefix)
-            if name in left_out:
-                continue
             param_shard = model_view.param_shards.get(id(named.get(name)))
-            targets[key] = saved_grads.target_of_gradient(f"load {folder}", name, param_shard, tuple(found.size))
+            if name not in left_out:
+                targets[key] = saved_grads.target_of_gradient(f"load {folder}", name, param_shard, tuple(found.size))
     return targets
 
 
@@ -309,12 +298,12 @@ def _optimizer_targets(stored: "StoredCheckpoint", manifest: Manifest | None, op
         if found is None or not found.size:
             targets[key] = stored.empty(key)
         elif RANK_MARK in what:
-            if int(what.rpartition(RANK_MARK)[2]) == optimizer_view.rank:
+            if int(what.rpartition(RANK_MARK)[2]) == optimizer_view.comm.rank:
                 _check_layout(operation, name, what, manifest, optimizer_view)
                 targets[key] = torch.empty(found.size, dtype=found.properties.dtype, device=device)
         else:
             placement = optimizer_view.place_full(name, what, tuple(found.size), found.properties.dtype)
-            targets[key] = placement.empty(key, optimizer_view.rank, device)
+            targets[key] = placement.empty(key, optimizer_view.comm.rank, device)
     return targets
 
 

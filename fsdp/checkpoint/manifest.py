@@ -42,11 +42,6 @@ class Manifest:
             file.flush()
             os.fsync(file.fileno())
 
-    @property
-    def total_bytes(self) -> int:
-        """The size of all files."""
-        return sum(file["bytes"] for file in self.files.values())
-
     def damage(
         self, folder: Path, ranges: Mapping[str, set[int]] | None = None, on_progress: Callable[[int], None] = lambda count: None
     ) -> Iterator[str]:

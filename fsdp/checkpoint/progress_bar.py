@@ -43,9 +43,12 @@ class Progress:
         """Report `count` more bytes as done."""
         self._set(min(self._done + count, self._total))
 
-    def end(self, finished: bool = True) -> None:
-        """Close the bar; if the call succeeded (`finished`), report all bytes as done before."""
-        if finished:
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, failure: object, *_: object) -> None:
+        """Close the bar; if the call succeeded, report all bytes as done before."""
+        if failure is None:
             self._set(self._total)
         if self._bar is not None:
             self._bar.close()

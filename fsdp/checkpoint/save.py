@@ -7,8 +7,7 @@ Rule 2: a background thread writes copies only, and uses a communicator of its o
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Final
@@ -156,11 +155,7 @@ class CheckpointWriter:
         progress: Progress,
         file_bytes: int | None = None,
     ) -> None:
-        """Plan to write `state`, this rank's part of a nested state dict. Communicates.
-
-        Raises:
-            ShardingError: on every rank; `folder` exists, or nothing can be written beside it.
-        """
+        """Plan to write `state`, this rank's part of a nested state dict. Communicates. Refuses what `begin` refuses."""
         from fsdp.checkpoint import dcp
 
         self._folder = folder
@@ -168,25 +163,20 @@ class CheckpointWriter:
         self._keep_last = keep_last
         self._progress = progress
         self._working = begin("save", folder, comm)
-        with self._cleaning_up(comm):
+        with removed_on_failure(self._working, comm):
             self._plan: WritePlan = dcp.WritePlan(self._working, folder, state, comm, file_bytes or dcp.FILE_BYTES)
 
     def stage(self, comm: Communicator) -> None:
         """Copy this rank's part to the host. Communicates."""
-        with self._cleaning_up(comm):
+        with removed_on_failure(self._working, comm):
             agree_on_refusals(comm, "save", self._plan.stage)
 
     def finish(self, comm: Communicator) -> None:
-        """Write this rank's part; the folder appears when all ranks have written theirs. Communicates.
-
-        Raises:
-            ShardingError: on every rank, if some rank could not write. Nothing appears.
-        """
-        with self._cleaning_up(comm):
+        """Write this rank's part. The folder appears when all ranks have written theirs, or never. Communicates."""
+        with removed_on_failure(self._working, comm), self._progress:
             self._progress.begin(2 * self._plan.nbytes)
             files = self._plan.write(comm, self._progress.add)
             agree_on_refusals(comm, "save", lambda: self._publish(comm.size, files) if comm.rank == 0 else None)
-            self._progress.end()
 
     def _publish(self, world_size: int, files: dict[str, Any]) -> None:
         """Write the manifest, make the checkpoint visible, and remove old checkpoints as `keep_last` says."""
@@ -203,16 +193,6 @@ class CheckpointWriter:
             publish("save", self._working, self._folder)
         if self._keep_last is not None:
             _prune(self._folder.parent, self._keep_last)
-
-    @contextmanager
-    def _cleaning_up(self, comm: Communicator) -> Iterator[None]:
-        """On failure, remove the hidden folder and close the bar."""
-        try:
-            with removed_on_failure(self._working, comm):
-                yield
-        except BaseException:
-            self._progress.end(finished=False)
-            raise
 
 
 def _layout(model_view: ModelView) -> dict[str, list[int]]:
@@ -246,7 +226,7 @@ def _prune(folder: Path, keep: int) -> None:
 
 def _optimizer_state(optimizer_view: OptimizerView) -> dict[str, Any]:
     """This rank's part of an optimizer's state, nested by parameter name. Communicates."""
-    places, rank, local = optimizer_view.placed(), optimizer_view.rank, optimizer_view.local()
+    places, rank, local = optimizer_view.placed(), optimizer_view.comm.rank, optimizer_view.local()
     state: State = {}
     for name, kept in places.items():
         found: dict[str, Any] = {}

@@ -4,7 +4,7 @@ Rule 1: a value shares the memory of the shard. Making one copies nothing and co
 Rule 2: an operation that would take a value for the full tensor is refused by name: computing with it, pickling it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -92,11 +92,7 @@ class ShardedValue(Tensor):
         )
 
     def storage(self) -> NoReturn:
-        """The package safetensors asks for it before it writes a tensor.
-
-        Raises:
-            ShardingError: always.
-        """
+        """Refused: the package safetensors asks for it before it writes a tensor."""
         raise ShardingError(
             f"{self.plain_name!r} has no memory as a full tensor: this rank holds {tuple(self.local.shape)} of "
             f"{tuple(self.shape)}. For safetensors files (save_file, save_pretrained), call "
@@ -108,14 +104,7 @@ class ShardedValue(Tensor):
 
     def __create_write_items__(self, fqn: str, value: object) -> "list[WriteItem]":
         """One item for each chunk that this rank writes."""
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        items = []
-        for chunk in self.__create_chunk_list__():
-            data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.shape)
-            items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
-        return items
+        return write_items(fqn, self.__create_chunk_list__(), self.shape, self.dtype)
 
     def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
         """The chunks that this rank holds."""
@@ -128,6 +117,15 @@ class ShardedValue(Tensor):
         chunk = next(chunk for chunk in self.chunks if index.offset is not None and chunk.offsets == tuple(index.offset))
         numel = torch.Size(chunk.sizes).numel()
         return self.local.reshape(-1)[chunk.start : chunk.start + numel].view(chunk.sizes)
+
+
+def write_items(fqn: str, chunks: "Sequence[ChunkStorageMetadata]", shape: torch.Size, dtype: torch.dtype) -> "list[WriteItem]":
+    """One item for each of these chunks of a tensor, which torch's Distributed Checkpoint then asks for."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    data = [TensorWriteData(chunk, TensorProperties(dtype=dtype), shape) for chunk in chunks]
+    return [WriteItem(MetadataIndex(fqn, one.chunk.offsets), WriteItemType.SHARD, tensor_data=one) for one in data]
 
 
 _SAME_PART: frozenset[Callable[..., Any]] = frozenset(
