@@ -137,4 +137,8 @@ class ShardInfo(NamedTuple):
             return None
         if (rows := self.of_row_sizes(shape)) is not None:
             return plain.narrow(0, self.first // self.cut.row, rows.local_shape[0])
-        return plain.expand(self.shape).reshape(-1)[self.first : self.first + self.local_shape.numel()].view(self.local_shape)
+        return self.part_of_full(plain.expand(self.shape))
+
+    def part_of_full(self, full: Tensor) -> Tensor:
+        """The part of an ordinary tensor of the full shape."""
+        return full.reshape(-1)[self.first : self.first + self.local_shape.numel()].view(self.local_shape)

@@ -28,7 +28,7 @@ from fsdp.shards.refusals import refuse_compiled
 from fsdp.shards.shard_parameter import EmptyShardParameter, ShardParameter, summoned
 from fsdp.shards.shard_tensor import ShardTensor, as_shard, local_operators, plain
 from fsdp.shards.sharded_value import ShardedValue
-from fsdp.shards.state_placement import State, StatePlacement, outline_of, placed
+from fsdp.shards.state_placement import State, StatePlacement, outline_of, placed, where_of
 
 ELEMENT_WISE_OPTIMIZERS: Final = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
@@ -70,9 +70,9 @@ def hook_state(optimizer: Optimizer) -> None:
 
 def before_step(optimizer: Optimizer, *_: object) -> None:
     """See `hook_state`. Raise ShardingError if the step needs parts of parameters while the model shows their full values."""
-    full = [*_summoned(optimizer)]
+    full = _summoned(optimizer)
     # one optimizer may have two models, of which the other is to be stepped
-    others = any(p.grad is not None for group in optimizer.param_groups if full for p in group["params"] if p not in summoned)
+    others = full and any(p.grad is not None for group in optimizer.param_groups for p in group["params"] if p not in summoned)
     for parameter in full:
         kept = () if others and parameter.grad is None else optimizer.state.get(parameter, {}).values()
         stands_for = STANDS_FOR in parameter.__dict__ and parameter.requires_grad
@@ -81,9 +81,10 @@ def before_step(optimizer: Optimizer, *_: object) -> None:
     hook_state(optimizer)
 
 
-def _summoned(optimizer: Optimizer) -> Iterator[Tensor]:
-    groups = optimizer.param_groups if summoned.data else ()
-    return (parameter for group in groups for parameter in group["params"] if parameter in summoned)
+def _summoned(optimizer: Optimizer) -> list[Tensor]:
+    if not summoned.data:
+        return []
+    return [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter in summoned]
 
 
 def _refuse_summoned(optimizer: Optimizer, operation: str, parameter: Tensor) -> NoReturn:
@@ -94,11 +95,7 @@ def _refuse_summoned(optimizer: Optimizer, operation: str, parameter: Tensor) ->
 
 
 def adopt_state(optimizer: Optimizer) -> None:
-    """Turn the state of each sharded parameter into shards.
-
-    Raises:
-        ShardingError: some state does not fit its parameter. Nothing was changed.
-    """
+    """Turn the state of each sharded parameter into shards. If some does not fit, raise ShardingError, and change nothing."""
     found = {p: _parts(optimizer, p, kept) for p, kept in optimizer.state.items() if isinstance(p, ShardParameter) and kept}
     for parameter, kept in found.items():
         optimizer.state[parameter] = kept
@@ -122,19 +119,17 @@ def _give_values(optimizer: Optimizer, state_dict: StateDict) -> None:
 
 
 def _full_state(parameters: Parameters, state: State, call: FullStateCall) -> State:
-    """The full state of each parameter that has state on any rank, if this rank keeps it. Communicates.
+    """The full state of each parameter that has state on any rank, if this rank keeps it. Communicates and refuses as `_placed`.
 
     Memory besides the result: one tensor. Traffic: each rank sends its part of a tensor to all others.
-
-    Raises:
-        ShardingError: on every rank, if some state has no full form, or ranks differ in a number.
     """
     full: State = {}
     for number, key, one in _placed("get", parameters, state):
         if isinstance(one, StatePlacement):
             info, mine = parameters[number].shard_info, state.get(number, {}).get(key)
-            where = f"{_FULL}: {key!r} of parameter {info.name!r}"
-            one = one.gather(where, None if mine is None else plain(mine), info.comm, parameters[number].device)
+            one = one.gather(
+                where_of(_FULL, key, info.name), None if mine is None else plain(mine), info.comm, parameters[number].device
+            )
         if call.keeps:
             full.setdefault(number, {})[key] = one.cpu() if call.offloads and isinstance(one, Tensor) else one
     return full
@@ -173,11 +168,7 @@ def _placed(verb: str, parameters: Parameters, state: State) -> Iterator[tuple[A
 
 
 def _take_values(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-    """Replace values and full tensors in a given state dict by this rank's parts, before anything is loaded.
-
-    Raises:
-        ShardingError: some state does not fit its parameter, or inference mode is on, or the model shows full values.
-    """
+    """Put this rank's parts in the places of values and full tensors in a given state dict, or refuse it before it is loaded."""
     for parameter in _summoned(optimizer) if state_dict["state"] else ():
         _refuse_summoned(optimizer, "load_state_dict", parameter)
     if torch.is_inference_mode_enabled():
@@ -233,7 +224,7 @@ def _part(info: ShardInfo, key: str, one: Any, known: bool) -> Any:
     if one.shape == info.local_shape:
         return as_shard(one, info)
     if one.shape == info.shape:
-        return as_shard(_cut(info, one), info)
+        return as_shard(info.part_of_full(one).clone(), info)  # a copy, so that the full tensor can be freed
     if known and one.dim():
         raise ShardingError(
             f"the optimizer's state {key!r} of {info.describe()} has shape {tuple(one.shape)}, which is neither: it belongs to "
@@ -244,11 +235,6 @@ def _part(info: ShardInfo, key: str, one: Any, known: bool) -> Any:
     if rows is None:
         return one
     return as_shard(one[info.first // info.cut.row :][: info.local_shape[0]].clone(), rows)
-
-
-def _cut(info: ShardInfo, full: Tensor) -> Tensor:
-    """This rank's part of a full tensor: a copy, so that the full tensor can be freed."""
-    return full.reshape(-1)[info.first : info.first + info.local_shape.numel()].view(info.local_shape).clone()
 
 
 def _info_for(info: ShardInfo, shape: tuple[int, ...], local_shape: torch.Size) -> ShardInfo | None:

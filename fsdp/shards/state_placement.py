@@ -99,8 +99,7 @@ def _place_everywhere(where: str, shapes: Mapping[int, Shape], dtype: torch.dtyp
 def place_local(where: str, cut: Cut, by_element: bool, shapes: Mapping[int, Shape], dtype: torch.dtype) -> StatePlacement:
     """Infer a placement from the shape that each rank has. The parameter is cut by `cut`, perhaps inside its rows.
 
-    Raises:
-        ShardingError: a rank that holds a part of the parameter has no such tensor. The error begins with `where`.
+    An error, if a rank that holds a part of the parameter has no such tensor, begins with `where`.
     """
     holders = [rank for rank, numel in enumerate(cut.numels()) if numel]
     refuse_absent(where, holders, shapes)
@@ -117,10 +116,9 @@ def place_local(where: str, cut: Cut, by_element: bool, shapes: Mapping[int, Sha
 
 
 def place_full(where: str, cut: Cut, by_element: bool, shape: Shape, dtype: torch.dtype) -> StatePlacement:
-    """Choose the placement of a full tensor of `shape`. Errors begin with `where`.
+    """Choose the placement of a full tensor of `shape`.
 
-    Raises:
-        ShardingError: the parameter is cut, and the tensor has neither its shape nor its number of rows.
+    An error, if the parameter is cut and the tensor has neither its shape nor its number of rows, begins with `where`.
     """
     if sum(map(bool, cut.numels())) <= 1:
         return StatePlacement(shape, dtype, cut._replace(shape=shape, numel_first=None, numel_next=None))
@@ -158,8 +156,7 @@ def _by_row(cut: Cut, rest: Shape, dtype: torch.dtype) -> StatePlacement:
 def outline_of(operation: str, state: Mapping[Any, Mapping[str, Any]], names: Mapping[Any, str]) -> State:
     """`state` with a tensor on the meta device in place of each tensor that has dimensions. `names`: those of the parameters.
 
-    Raises:
-        ShardingError: a value is neither a tensor nor plain. The error begins with `operation`.
+    An error, if a value is neither a tensor nor plain, begins with `operation`.
     """
     found: State = {}
     for number, kept in state.items():
@@ -167,7 +164,7 @@ def outline_of(operation: str, state: Mapping[Any, Mapping[str, Any]], names: Ma
         for key, value in kept.items():
             if not isinstance(value, (Tensor, *PLAIN)):
                 raise ShardingError(
-                    f"{_where(operation, key, names.get(number, number))} is a {type(value).__name__}; only tensors and plain "
+                    f"{where_of(operation, key, names.get(number, number))} is a {type(value).__name__}; only tensors and plain "
                     "values can be kept."
                 )
             if isinstance(value, Tensor):
@@ -187,7 +184,7 @@ def placed(operation: str, by_rank: Sequence[State], place: Mapping[Any, Place],
     """
     found: State = {}
     for number, key in dict.fromkeys((number, key) for state in by_rank for number, kept in state.items() for key in kept):
-        where = _where(operation, key, names.get(number, number))
+        where = where_of(operation, key, names.get(number, number))
         there = {rank: state[number][key] for rank, state in enumerate(by_rank) if key in state.get(number, {})}
         first = next(iter(there.values()))
         if has_dimensions(first):
@@ -206,5 +203,6 @@ def has_dimensions(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and bool(value.dim())
 
 
-def _where(operation: str, key: str, name: object) -> str:
+def where_of(operation: str, key: str, name: object) -> str:
+    """The beginning of an error about a value."""
     return f"{operation}: {key!r} of parameter {name!r}"

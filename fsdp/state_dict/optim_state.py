@@ -5,7 +5,6 @@ An optimizer's own state dict holds this rank's shards, under the numbers of the
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from functools import partial
 from itertools import chain
 from typing import Any, TypedDict
 
@@ -20,7 +19,7 @@ from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call
 from fsdp.shards.cut import Shape
 from fsdp.shards.optimizer_state import adopt_state, hook_state
-from fsdp.shards.state_placement import State, StatePlacement, everywhere, has_dimensions, outline_of, placed
+from fsdp.shards.state_placement import State, StatePlacement, everywhere, has_dimensions, outline_of, placed, where_of
 from fsdp.state_dict.fqns import given_by, plain_fqn
 from fsdp.state_dict.full_state import Copies
 from fsdp.state_dict.model_view import ModelView
@@ -85,13 +84,11 @@ class OptimizerView:
         Raises:
             ShardingError: a key is none of the optimizer's.
         """
-        known: dict[Any, Tensor] = dict(self.parameters)
-        for group, mine in zip(
-            own_method(self.optimizer, "state_dict")()["param_groups"], self.optimizer.param_groups, strict=True
-        ):
-            known.update(
-                (number, p) for number, p in zip(group["params"], mine["params"], strict=True) if isinstance(number, int)
-            )
+        groups = own_method(self.optimizer, "state_dict")()["param_groups"]
+        known: dict[Any, Tensor] = {
+            **{number: self.parameters[name] for name, number in self._numbers(groups).items() if isinstance(number, int)},
+            **self.parameters,
+        }
         found = {key: plain_fqn(key) if isinstance(key, str) else key for key in state_dict["state"]}
         unknown = sorted(str(key) for key, number in found.items() if number not in known)
         if unknown:
@@ -101,10 +98,6 @@ class OptimizerView:
             )
         self._given = {known[found[key]]: kept for key, kept in state_dict["state"].items()}
         self._options = state_dict.get("param_groups")
-
-    @property
-    def rank(self) -> int:
-        return self.comm.rank
 
     def options(self) -> list[dict[str, Any]]:
         """The groups as in the optimizer's state dict, with names in place of numbers."""
@@ -134,13 +127,9 @@ class OptimizerView:
         state: Mapping[Any, dict[str, Any]] = self.optimizer.state if self._given is None else self._given
         kept: State = {name: state[p] for name, p in self.parameters.items() if self.holds(name) and state.get(p)}
         for name in kept.keys() & self.param_shards.keys():
-            part_of, where = self.param_shards[name].placement.part_of_state, partial(self.where, name)
-            kept[name] = {key: part_of(where(key), value) for key, value in kept[name].items()}
+            part_of = self.param_shards[name].placement.part_of_state
+            kept[name] = {key: part_of(where_of(self.operation, key, name), value) for key, value in kept[name].items()}
         return kept
-
-    def where(self, name: str, key: str) -> str:
-        """The beginning of an error about a value."""
-        return f"{self.operation}: {key!r} of parameter {name!r}"
 
     def placed(self) -> State:
         """The state of all ranks, with its placement in place of each tensor that has dimensions. Communicates.
@@ -153,19 +142,15 @@ class OptimizerView:
         """
         by_rank = agree_and_gather(self.comm, self.operation, lambda: outline_of(self.operation, self.local(), {}))
         for rank, state in enumerate(by_rank):
-            if rank != self.rank:
+            if rank != self.comm.rank:
                 by_rank[rank] = {name: kept for name, kept in state.items() if name in self.param_shards}
         return placed(self.operation, by_rank, {name: one.placement.place_state for name, one in self.param_shards.items()}, {})
 
     def place_full(self, name: str, key: str, shape: Shape, dtype: torch.dtype) -> StatePlacement:
-        """The placement of a full tensor of `shape`.
-
-        Raises:
-            ShardingError: it has no parts that belong to those of the parameter.
-        """
+        """The placement of a full tensor of `shape`, see `Placement.place_full_state`."""
         if name not in self.param_shards:
             return everywhere(shape, dtype)
-        return self.param_shards[name].placement.place_full_state(self.where(name, key), shape, dtype)
+        return self.param_shards[name].placement.place_full_state(where_of(self.operation, key, name), shape, dtype)
 
     def named(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict by name. The given one is by name, or by number with the same groups as this optimizer's.
@@ -221,8 +206,12 @@ class OptimizerView:
             {**{key: value for key, value in group.items() if key != "params"}, "params": numbered["params"]}
             for group, numbered in zip(groups, current, strict=True)
         ]
-        numbers = dict(zip(chain(*self.groups), chain(*(group["params"] for group in current)), strict=True))
+        numbers = self._numbers(current)
         return {"state": {numbers[name]: kept for name, kept in state.items()}, "param_groups": renumbered}
+
+    def _numbers(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """What stands for each parameter, by its name, in the `groups` of the optimizer's state dict."""
+        return dict(zip(chain(*self.groups), chain(*(group["params"] for group in groups)), strict=True))
 
     def install(self, state: State, groups: list[dict[str, Any]]) -> None:
         """Load this rank's state by the optimizer's own `load_state_dict`, which converts dtypes and devices."""
@@ -271,7 +260,7 @@ def gather_optim_state(optimizer_view: OptimizerView, rank0_only: bool, device: 
     for name, kept in state.items():
         for key, one in kept.items():
             if isinstance(one, StatePlacement):
-                mine, where = local.get(name, {}).get(key), optimizer_view.where(name, key)
+                mine, where = local.get(name, {}).get(key), where_of(optimizer_view.operation, key, name)
                 kept[key] = copies.of(one.gather(where, mine, optimizer_view.comm, optimizer_view.parameters[name].device))
     copies.check()
     ordered = {name: state[name] for names in optimizer_view.groups for name in names if name in state}
@@ -323,7 +312,7 @@ def load_full_optim_state_dict(
             full = full.detach().to(optimizer_view.parameters[name].device).contiguous()
             broadcast_all([(0, full)], optimizer_view.world_comm, name)
         if optimizer_view.holds(name):
-            local[name][key] = placement.part_of(full, optimizer_view.rank)
+            local[name][key] = placement.part_of(full, optimizer_view.comm.rank)
     optimizer_view.install(local, groups)
 
 

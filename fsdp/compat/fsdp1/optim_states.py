@@ -197,7 +197,7 @@ def _part(view: OptimizerView, name: str, key: str, value: Any) -> Any:
         is_like_param = tuple(value.shape) == view.param_shards[name].shape
         return torch.empty(parameter.shape if is_like_param else (0,), dtype=value.dtype, device=parameter.device)
     placement = view.place_full(name, key, tuple(value.shape), value.dtype)
-    return placement.part_of(value, view.rank).to(view.parameters[name].device)
+    return placement.part_of(value, view.comm.rank).to(view.parameters[name].device)
 
 
 def rekey(given: Mapping[str, Any], kind: OptimStateKeyType, model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
