@@ -56,21 +56,13 @@ def begin(function_name: str, folder: Path, comm: Communicator) -> Path:
 
 @contextmanager
 def not_written(function_name: str, folder: Path) -> Iterator[None]:
-    """Raise a failure of the file system in the block, which writes the files of `folder`, as a sentence.
-
-    Raises:
-        ShardingError: the file system refused something.
-    """
+    """Raise a failure of the file system in the block, which writes the files of `folder`, as a sentence: a ShardingError."""
     with file_errors(f"{function_name}: {folder} could not be written", folder, " Nothing appeared there."):
         yield
 
 
 def publish(function_name: str, working: Path, folder: Path) -> None:
-    """Rename the finished folder `working` to `folder`, and sync both names to disk.
-
-    Raises:
-        ShardingError: another job has made `folder` in the meantime.
-    """
+    """Rename the finished folder `working` to `folder`, unless another job has made that meanwhile. Sync both names to disk."""
     sync(working)
     try:
         working.rename(folder)

@@ -46,11 +46,7 @@ class Saving:
     """The name that futures use."""
 
     def _settle(self) -> None:
-        """Wait until the save is over.
-
-        Raises:
-            ShardingError: it failed, and neither `wait` nor this method has raised that failure before.
-        """
+        """Wait until the save is over. Raise ShardingError if it failed, and neither `wait` nor this has said so before."""
         failure = self._future.exception()
         if failure is not None and not self._reported:
             self._reported = True
@@ -79,11 +75,7 @@ def run_in_background(world_comm: Communicator, path: Path, work: Callable[[], N
 
 
 def wait_for_last(world_comm: Communicator) -> None:
-    """Wait until no save of these ranks is running. Does not communicate.
-
-    Raises:
-        ShardingError: the last save failed, and that failure has not been raised before.
-    """
+    """Wait until no save of these ranks is running, see `Saving._settle`. Does not communicate."""
     if (last := _last.get(world_comm)) is not None:
         last._settle()
 

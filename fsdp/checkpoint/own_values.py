@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fsdp.comm.agreement import agree_and_gather
+from fsdp.comm.agreement import agree_and_share
 from fsdp.errors import ShardingError
-from fsdp.shards.dtensors import local_of
-from fsdp.shards.sharded_value import ShardedValue
 from fsdp.shards.state_placement import PLAIN
 from fsdp.state_dict.model_view import ModelView
+from fsdp.state_dict.param_shard import is_sharded
 
 PART: Final = "own"
 """The part of a checkpoint with the versions of ranks other than rank 0: `own.R.KEY` is what rank R has in place of KEY."""
@@ -34,13 +33,12 @@ def set_apart(state: dict[str, Any], model_view: ModelView) -> None:
     """
     comm = model_view.world_comm
     dicts = _dicts_of_unsharded(state, model_view)
-    mine: dict[Path, str] = {}
 
-    def checksum_of_all() -> str:
-        mine.update({path: _checksum(found.get(path[-1])) for path, found in dicts.items()})
-        return _checksum([*mine.values()])
+    def checksums() -> dict[Path, str]:
+        return {path: _checksum(found.get(path[-1])) for path, found in dicts.items()}
 
-    if len(set(agree_and_gather(comm, "save", checksum_of_all))) == 1:
+    mine, of_all = agree_and_share(comm, "save", checksums, lambda mine: _checksum([*mine.values()]))
+    if len(set(of_all)) == 1:
         return
     first = comm.gather_objects(mine, "save")[0]
     own: dict[str, Any] = {}
@@ -97,20 +95,16 @@ def _dicts_of_unsharded(state: dict[str, Any], model_view: ModelView) -> dict[Pa
     The last part of a path is the key in the dict, where a state may be missing.
     """
     model = state["model"]
-    found: dict[Path, dict[str, Any]] = {("model", name): model for name in model if not _is_sharded(model[name])}
+    found: dict[Path, dict[str, Any]] = {("model", name): model for name in model if not is_sharded(model[name])}
     if "ema" in state:
         averages = state["ema"]["averages"]
-        found |= {("ema", "averages", name): averages for name in averages if not _is_sharded(averages[name])}
+        found |= {("ema", "averages", name): averages for name in averages if not is_sharded(averages[name])}
     if "optimizer" in state:
         states = state["optimizer"]["state"]
         sharded = {model_view.fqns[key] for key in model_view.param_shards}
         stepped = {name for group in state["optimizer"]["param_groups"] for name in group["params"]}
         found |= {("optimizer", "state", name): states for name in sorted(stepped - sharded)}
     return found
-
-
-def _is_sharded(value: object) -> bool:
-    return isinstance(value, ShardedValue) or local_of(value) is not None
 
 
 def _checksum(value: Any) -> str:

@@ -51,11 +51,7 @@ def restored(value: Any) -> Any:
 
 
 def pack(where: str, value: Any, device: str | None = None) -> bytes:
-    """A value of plain data as bytes, with its tensors on `device` or where they are.
-
-    Raises:
-        ShardingError: it is no plain data. The error begins with `where`.
-    """
+    """A value of plain data as bytes, with its tensors on `device` or where they are. If not, an error begins with `where`."""
     stream = io.BytesIO()
     try:
         torch.save(_plain(value, device), stream)

@@ -34,8 +34,7 @@ def refuse_kept_gradients(model_view: ModelView) -> None:
 def gradients_here(model_view: ModelView) -> dict[str, bool]:
     """Whether there is a gradient, by the name of each sharded parameter that has one or has elements on this rank.
 
-    Raises:
-        ShardingError: a parameter that is not sharded has a gradient, which differs between ranks.
+    Refused if a parameter that is not sharded has a gradient, which differs between ranks.
     """
     found = {}
     for name, parameter in model_view.parameters:
@@ -81,11 +80,7 @@ def restore_gradients(model_view: ModelView, given: dict[str, Any]) -> None:
 
 
 def target_of_gradient(operation: str, name: str, param_shard: ParamShard | None, shape: tuple[int, ...]) -> Tensor:
-    """New memory for this rank's shard of the gradient of `name`. Errors begin with `operation`.
-
-    Raises:
-        ShardingError: the model has no such parameter, or it has another shape.
-    """
+    """New memory for this rank's shard of the gradient of `name`. Refused if the model has no sharded parameter like it."""
     if param_shard is None or param_shard.shape != shape:
         raise ShardingError(f"{operation}: there is a gradient of {name!r}, {shape}, and no such sharded parameter in the model.")
     return param_shard.placement.value(name, torch.empty_like(plain(param_shard.parameter)))

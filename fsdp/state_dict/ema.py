@@ -12,12 +12,10 @@ from torch import Tensor, nn
 
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import resting_units_in
-from fsdp.shards.dtensors import local_of
 from fsdp.shards.refusals import check_fit
-from fsdp.shards.sharded_value import ShardedValue
 from fsdp.state_dict.fqns import check_names, entries
 from fsdp.state_dict.model_view import ModelView
-from fsdp.state_dict.param_shard import ParamShard, param_shards_in
+from fsdp.state_dict.param_shard import ParamShard, is_sharded, param_shards_in
 
 
 class EMA:
@@ -184,15 +182,10 @@ def _can_average(tensor: Tensor) -> bool:
 
 
 def _fitting(operation: str, name: str, given: object, param_shard: ParamShard | None, average: Tensor) -> Tensor:
-    """This rank's part of `given`, which can be loaded into `average`.
-
-    Raises:
-        ShardingError: it has another shape, a dtype that holds more, or is another part.
-    """
+    """This rank's part of `given`, for `average`. Refused if it has another shape, a larger dtype, or is another part."""
     shape = tuple(average.shape) if param_shard is None else param_shard.shape
     value = check_fit(operation, name, given, shape, average.dtype, allows_dtensor=param_shard is not None)
-    is_sharded = isinstance(value, ShardedValue) or local_of(value) is not None
-    if not is_sharded:
+    if not is_sharded(value):
         return value if param_shard is None else param_shard.cut(value)
     local = None if param_shard is None else param_shard.placement.part_of_value(value)
     if local is None:

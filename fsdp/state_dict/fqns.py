@@ -28,10 +28,7 @@ def entries(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def first_names(model: nn.Module) -> dict[int, str]:
     """The first name of each tensor in `entries`, by its id."""
-    names: dict[int, str] = {}
-    for name, tensor in entries(model):
-        names.setdefault(id(tensor), name)
-    return names
+    return {id(tensor): name for name, tensor in reversed([*entries(model)])}
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
@@ -85,11 +82,7 @@ def with_counts(model: nn.Module, given: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def given_by(operation: str, rank: int, state_dict: Mapping[str, object] | None) -> Mapping[str, object] | None:
-    """The state dict that `rank` gives; None if it leaves that to rank 0. Functions return {} on ranks other than 0.
-
-    Raises:
-        ShardingError: rank 0 gives nothing.
-    """
+    """The state dict that `rank` gives; None if it leaves that to rank 0, which must give one. Functions return {} on others."""
     if state_dict:
         return state_dict
     if rank == 0:

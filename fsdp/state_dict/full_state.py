@@ -10,9 +10,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fsdp.comm.agreement import agree_and_gather, agree_on_refusals
+from fsdp.comm.agreement import agree_and_share, agree_on_refusals
 from fsdp.comm.communicator import Communicator
-from fsdp.comm.joint_gather import broadcast_all
+from fsdp.comm.joint_gather import broadcast_all, copy_from
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call
 from fsdp.state_dict.fqns import IncompatibleKeys, check_names, check_values, extra_states, given_by, with_counts
@@ -63,11 +63,7 @@ class Copies:
     """
 
     def __init__(self, operation: str, comm: Communicator, device: torch.device | str, wanted: bool) -> None:
-        """`wanted`: whether this rank keeps copies. Communicates.
-
-        Raises:
-            ShardingError: on every rank; one that keeps copies cannot use `device`.
-        """
+        """`wanted`: whether this rank keeps copies. Refused on every rank if one that does cannot use `device`. Communicates."""
         self._device, self._wanted = device, wanted
         self._failure: Exception | None = None
 
@@ -89,11 +85,7 @@ class Copies:
         return None
 
     def check(self) -> None:
-        """After the last gather.
-
-        Raises:
-            Exception: the one that the first copy to fail has raised.
-        """
+        """Raise what the first copy to fail has raised. Call it after the last gather."""
         if self._failure is not None:
             raise self._failure
 
@@ -145,21 +137,18 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, object] | No
     model_view = ModelView(model, "load_full_state_dict")
     comm, param_shards = model_view.world_comm, model_view.param_shards
 
-    mine: Mapping[str, Any] = {}
-
-    def check() -> IncompatibleKeys | None:
-        nonlocal mine
+    def check() -> tuple[Mapping[str, Any], IncompatibleKeys | None]:
         given = given_by("load_full_state_dict", comm.rank, state_dict)
         if given is None:
-            return None
+            return {}, None
         mine = with_counts(model, given)
         names = [*(name for name, _ in model_view.entries), *extra_states(model)]
         found = check_names("load_full_state_dict", names, mine, strict)
         check_values("load_full_state_dict", model, mine)
-        return found
+        return mine, found
 
-    by_rank = agree_and_gather(comm, "load_full_state_dict", check)
-    keys = by_rank[0]
+    (mine, _), by_rank = agree_and_share(comm, "load_full_state_dict", check, lambda checked: checked[1])
+    keys: IncompatibleKeys | None = by_rank[0]
     assert keys is not None, "check raises if rank 0 gives nothing"
     for rank, other in enumerate(by_rank):
         if other is not None and other.missing_keys != keys.missing_keys:
@@ -185,7 +174,8 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, object] | No
                     _broadcast_range(param_range, shards, given, comm, unit.name)
     for name, value in loaded:
         if id(value) not in param_shards:
-            _load_unsharded(name, value, given.get(id(value)), None if everywhere else comm)
+            full = given[id(value)] if given else torch.empty(value.shape)
+            load_value(value, full if everywhere else copy_from(0, full.to(value.device, value.dtype), comm, name))
     for name, module in extra_states(model).items():
         if name not in missing:
             extra = mine.get(name)
@@ -213,16 +203,3 @@ def _broadcast_range(
     broadcast_all([(0, buffer)], comm, label)
     for param_shard in shards:
         param_shard.overwrite(param_shard.cut(param_range.full_param(buffer, param_shard)))
-
-
-def _load_unsharded(name: str, value: Tensor, given: Tensor | None, comm: Communicator | None) -> None:
-    """Load a tensor that every rank has in full: from `given` or, if there is a `comm`, from rank 0's."""
-    if comm is None:
-        assert given is not None, "the names were checked"
-        load_value(value, given)
-        return
-    carrier = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    if given is not None:
-        carrier.copy_(given)
-    broadcast_all([(0, carrier)], comm, name)
-    load_value(value, carrier)

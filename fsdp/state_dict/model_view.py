@@ -87,11 +87,7 @@ class ModelView:
             extra[name].set_extra_state(values[name])
 
     def refuse_sparse(self) -> None:
-        """Check that all values of the state dict can be written to a file.
-
-        Raises:
-            ShardingError: one is a sparse tensor.
-        """
+        """Raise ShardingError if a value of the state dict is a sparse tensor, which cannot be written to a file."""
         for name, tensor in self.entries:
             if id(tensor) not in self.param_shards and tensor.layout is not torch.strided:
                 raise ShardingError(
@@ -101,11 +97,7 @@ class ModelView:
 
     @cached_property
     def engines(self) -> tuple[Engine, ...]:
-        """The engines of the roots in the model.
-
-        Raises:
-            ShardingError: the model is only a part of a root.
-        """
+        """The engines of the roots in the model. Raise ShardingError if the model is only a part of a root."""
         return engines_of(self._refs, self.model, self.function_name)
 
     @cached_property

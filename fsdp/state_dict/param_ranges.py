@@ -55,8 +55,7 @@ def ranges_of(unit: Unit, limit: int) -> Iterator[ParamRange]:
                 yield ParamRange(param_shards)
                 longer = ParamRange((ParamShard(flat, index),))
             param_shards = longer.param_shards
-        if param_shards:
-            yield ParamRange(param_shards)
+        yield ParamRange(param_shards)
 
 
 def gather_range(param_range: ParamRange, label: str, memory: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
 from fsdp.shards.cut import Shape
 from fsdp.shards.dtensors import local_of, local_of_full
+from fsdp.shards.sharded_value import ShardedValue
 
 
 class ParamShard(NamedTuple):
@@ -59,6 +60,11 @@ def param_shards_in(model: nn.Module) -> dict[int, ParamShard]:
     """The sharded parameters of `model`, by the id of the user's Parameter object."""
     units = {id(owner): owner for p in model.parameters() if isinstance(owner := owning_unit(p), Unit)}
     return {id(param_shard.parameter): param_shard for unit in units.values() for param_shard in param_shards_of(unit)}
+
+
+def is_sharded(value: object) -> bool:
+    """Whether a value of a state dict is this rank's part of a tensor."""
+    return isinstance(value, ShardedValue) or local_of(value) is not None
 
 
 def full_value(tensor: Tensor) -> Tensor:
