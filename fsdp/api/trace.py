@@ -66,7 +66,7 @@ class Trace:
                 lifecycle.keep_story_in(RecordedStory(story, self._recorder, first + index))
             engine.tracker.held = RecordedBytes(engine.tracker.held, self._recorder, root)
             for name, comm in engine.comms.each().items():
-                comm.set_recorder(partial(self._recorder.launch, name, comm.size))
+                comm.recorder = partial(self._recorder.launch, name, comm.size)
             first += len(engine.units)
 
     def end(self) -> None:
@@ -79,7 +79,7 @@ class Trace:
                 lifecycle.keep_story_in(deque(lifecycle.story, STORY_LENGTH))
             engine.tracker.held = dict(engine.tracker.held)
             for comm in engine.comms.each().values():
-                comm.set_recorder(None)
+                comm.recorder = None
         self._info = self._describe()
         self._engines = ()
 

@@ -25,14 +25,14 @@ from fsdp.checkpoint.manifest import NAME, read_manifest
 from fsdp.checkpoint.plain_values import pack, storable, unpack
 from fsdp.checkpoint.progress_bar import Progress
 from fsdp.checkpoint.save import RANDOM, CheckpointWriter
-from fsdp.comm.communicator import SingleRankCommunicator
+from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError, require_package
 from fsdp.state_dict.fqns import EXTRA_STATE
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.dcp import LazyTensor, StoredCheckpoint
 
-ALONE: Final = SingleRankCommunicator()
+ALONE: Final = Communicator()
 PACKED: Final = ("extra", RANDOM)
 """The parts with one packed value for each rank."""
 

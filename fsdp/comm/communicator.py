@@ -1,12 +1,12 @@
-"""The one interface for collectives, and its implementation for a rank that is alone.
+"""The one interface for collectives.
 
 Rule 1: only methods of `Communicator` communicate, and each of them always does.
 Rule 2: every rank of a communicator calls the same methods in the same order.
-Rule 3: a rank that is alone has a communicator too (`SingleRankCommunicator`), so callers need not ask for the number of ranks.
+Rule 3: a rank that is alone has a communicator too, so callers need not ask for the number of ranks.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,23 +21,26 @@ Recorder = Callable[[str, str, int, Callable[[], Work]], Work]
 """Launches a collective, and returns a work that records its end. Takes its kind, its label, the bytes received, its launch."""
 
 
-class Communicator(Protocol):
+class Communicator:
     """Collectives among the ranks of one group, one after the other. `label` names the unit in errors and traces.
 
-    What looks for ranks that have failed does nothing without a monitor.
+    As they stand here, those of a rank that is alone: nothing is sent. What looks for ranks that have failed does nothing without
+    a monitor.
     """
 
     name: str = ""
-    rank: int
-    size: int
-    ranks: tuple[int, ...]
+    rank: int = 0
+    size: int = 1
+    ranks: tuple[int, ...] = ()
     """The numbers of its ranks among all of the program; none of a rank that is alone."""
     monitor: PeerMonitor | None = None
     """Finds out whether its other ranks have failed."""
-    _recorder: Recorder | None = None
+    recorder: Recorder | None = None
+    """Launches the collectives while a trace is made."""
 
     def supports_device(self, device: torch.device) -> bool:
         """Whether tensors on `device` can be communicated."""
+        return True
 
     def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
         """Fill `unsharded` (W * C,) with the chunks of all ranks. This rank's chunk is in its place already.
@@ -47,6 +50,7 @@ class Communicator(Protocol):
 
         Traffic: this rank receives (W - 1) * C elements.
         """
+        return DONE
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
         """Sum chunk `rank` of every rank's `bucket` (W * C,) into `into` (C,). The sum is there after `wait`.
@@ -56,18 +60,24 @@ class Communicator(Protocol):
 
         Traffic: this rank receives (W - 1) * C elements.
         """
+        into.copy_(bucket)
+        return DONE
 
     def supports_coalescing(self, device: torch.device, fixed_order: bool = False) -> bool:
         """Whether `reduce_scatter_coalesced` can be called for tensors on `device`."""
+        return False
 
     def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
         """`reduce_scatter` each bucket, all as one operation of the backend."""
+        raise NotImplementedError
 
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
         """Bytes that a `reduce_scatter` of `bucket` allocates until its `wait` returns."""
+        return 0
 
     def all_reduce_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
         """Bytes that a summing `all_reduce` of `tensor` allocates; `wait` needs half as much again."""
+        return 0
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         """Combine `tensor` (any shape) over all ranks, in place.
@@ -77,19 +87,19 @@ class Communicator(Protocol):
 
         Traffic: this rank receives 2 (W - 1) / W of the tensor.
         """
+        return DONE
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
         """Overwrite `tensor` (any shape, contiguous) with the one of rank `source` of the group. It travels as bytes."""
+        return DONE
 
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
         """Return the picklable `thing` of every rank, by rank. Slow: for construction and errors."""
+        return [thing]
 
     def recent(self) -> Sequence[str]:
         """Return the last calls on this rank, oldest first: the collective and the label."""
-
-    def set_recorder(self, recorder: Recorder | None) -> None:
-        """From now on, launch collectives by `recorder`. None: launch them directly."""
-        self._recorder = recorder
+        return ()
 
     def waits(self) -> Wait | None:
         """Return in which call this rank has waited since when for which ranks; None unless it waits long."""
@@ -169,45 +179,3 @@ class CarriesHostTensors:
 def as_bytes(tensor: Tensor) -> Tensor:
     """View a contiguous tensor as bytes. No backend knows every dtype, and all know bytes."""
     return tensor.view(-1).view(torch.uint8)
-
-
-class SingleRankCommunicator(Communicator):
-    """A communicator of one rank. It sends nothing."""
-
-    rank = 0
-    size = 1
-    ranks: tuple[int, ...] = ()
-
-    def supports_device(self, device: torch.device) -> bool:
-        return True
-
-    def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
-        return DONE
-
-    def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
-        into.copy_(bucket)
-        return DONE
-
-    def supports_coalescing(self, device: torch.device, fixed_order: bool = False) -> bool:
-        return False
-
-    def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
-        raise NotImplementedError
-
-    def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
-        return 0
-
-    def all_reduce_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
-        return 0
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
-        return DONE
-
-    def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
-        return DONE
-
-    def gather_objects(self, thing: Any, label: str) -> list[Any]:
-        return [thing]
-
-    def recent(self) -> Sequence[str]:
-        return ()

@@ -19,7 +19,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.comm import simulated
-from fsdp.comm.communicator import Communicator, SingleRankCommunicator
+from fsdp.comm.communicator import Communicator
 from fsdp.comm.context import JOINT_NAME, REDUCE_NAME, REPLICA_NAME, SHARD_NAME, WORLD_NAME, CommContext, Lane, lane_name
 from fsdp.comm.dtensor_mesh import is_part
 from fsdp.comm.failure.joint_waits import JointWaits
@@ -35,7 +35,7 @@ ProcessGroup: TypeAlias = dist.ProcessGroup
 Mesh: TypeAlias = DeviceMesh | tuple[int, int]
 """A mesh, or the shape (replicas, shards) of one over all ranks."""
 # torch owns the groups, and forgets them in destroy_process_group()
-_alone = SingleRankCommunicator()
+_alone = Communicator()
 SINGLE_RANK: Final = object()
 """A process group of this rank alone. It needs no torch.distributed."""
 COMPOSABLE_REGISTRY: Final = REGISTRY_KEY

@@ -62,11 +62,11 @@ class ProcessGroupCommunicator(Communicator):
 
         `nbytes`: the size of the collective, if it is not that of `tensor`. It must be the same on all ranks.
         """
-        if self._recorder is None:
+        if self.recorder is None:
             return self._launch_unrecorded(kind, label, tensor, launch, nbytes)
         total = (tensor.nbytes if nbytes is None else nbytes) * (2 if kind == "all_reduce" else 1)
         received = total if kind == "broadcast" else total * (self.size - 1) // self.size
-        return self._recorder(kind, label, received, lambda: self._launch_unrecorded(kind, label, tensor, launch, nbytes))
+        return self.recorder(kind, label, received, lambda: self._launch_unrecorded(kind, label, tensor, launch, nbytes))
 
     def _launch_unrecorded(self, kind: str, label: str, tensor: Tensor, launch: Callable[[Any], Any], nbytes: int | None) -> Work:
         self._recent.append((kind, label))

@@ -182,18 +182,12 @@ class SimulatedCommunicator(Communicator):
         side = Side(f"reduce_scatter({label!r}, {describe(bucket)})", label, move_sums, (given, target))
         return self._launch("reduce_scatter", side, bucket.nbytes - into.nbytes)
 
-    def supports_coalescing(self, device: torch.device, fixed_order: bool = False) -> bool:
-        """False. Tests replace this method."""
-        return False
-
     def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Coalesced:
+        """As `Communicator.reduce_scatter_coalesced`. Only tests come here: they replace `supports_coalescing`."""
         return Coalesced([self.reduce_scatter(bucket, chunk, label) for bucket, chunk in zip(buckets, into, strict=True)])
 
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
         """Zero: the sum is written to its place at once."""
-        return 0
-
-    def all_reduce_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
         return 0
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
@@ -249,9 +243,9 @@ class SimulatedCommunicator(Communicator):
             self.gather_objects(None, "the next step")
 
     def _launch(self, kind: str, side: Side, received: int) -> Work:
-        if self._recorder is None:
+        if self.recorder is None:
             return self._launch_unrecorded(kind, side, received)
-        return self._recorder(kind, side.label, received, lambda: self._launch_unrecorded(kind, side, received))
+        return self.recorder(kind, side.label, received, lambda: self._launch_unrecorded(kind, side, received))
 
     def _launch_unrecorded(self, kind: str, side: Side, received: int) -> "_PendingWork":
         self._log.append(Call(self.name, kind, side.label, received))

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp.api import wrap
 from fsdp.building import attach
-from fsdp.comm.communicator import Communicator, ReduceOp, SingleRankCommunicator
+from fsdp.comm.communicator import Communicator, ReduceOp
 from fsdp.comm.context import CommContext, Lane
 from fsdp.comm.open_communicators import open_comms
 from fsdp.comm.work import Work
@@ -424,7 +424,7 @@ class Harness:
         return CommContext(channel(gathers), channel(world_comm), tuple(Lane(*map(channel, lane)) for lane in lanes))
 
 
-_alone = SingleRankCommunicator()
+_alone = Communicator()
 _expired: Final = torch.UntypedStorage._expired
 _KNOWN_TO_THE_HOST: Final = ("_nnz", "sparse_dim", "dense_dim", "is_coalesced")
 """What is asked of a sparse tensor and lies in no memory of a device."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp.comm.communicator import ReduceOp, SingleRankCommunicator
+from fsdp.comm.communicator import Communicator, ReduceOp
 from fsdp.comm.simulated import SimulatedRank
 from fsdp.comm.work import Work
 from fsdp.commands.rehearsal.clock import Clock
@@ -64,7 +64,7 @@ class RehearsedRank(SimulatedRank):
         """Do nothing: there are no others."""
 
 
-class RehearsedCommunicator(SingleRankCommunicator):
+class RehearsedCommunicator(Communicator):
     """One rank's end of a communicator."""
 
     def __init__(self, played: RehearsedRank, ranks: tuple[int, ...]) -> None:

@@ -57,7 +57,7 @@ def train(strategy: str) -> Run:
         optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
         (engine,) = engines_in(module, "test")
         for comm in engine.comms.each().values():
-            comm.set_recorder(Log(found))
+            comm.recorder = Log(found)
         for _ in range(STEPS):
             tokens = torch.zeros(MICRO_BATCHES * ROWS, LENGTH, dtype=torch.long)
             found.clear()

@@ -154,7 +154,7 @@ class Collectives(TorchDispatchMode):
     def _record(self, recorder: Any) -> None:
         ref = unit_ref_of(self._model)
         for comm in () if ref is None else ref.engine.comms.each().values():
-            comm.set_recorder(recorder)
+            comm.recorder = recorder
 
     def launch(self, kind: str, label: str, received: int, launch: Callable[[], Any]) -> Any:
         self.launched[kind] += 1

@@ -164,7 +164,7 @@ def test_after_a_trace_everything_is_as_it_was(rank: int) -> None:
     assert engine._action_handlers == handlers and list(engine._effect_handlers) == effects
     assert type(engine.tracker.held) is dict
     assert all(type(one._story) is deque and one.story for one in engine.root.lifecycles)
-    assert all(comm._recorder is None for comm in engine.comms.each().values() if comm.size > 1)
+    assert all(comm.recorder is None for comm in engine.comms.each().values() if comm.size > 1)
 
 
 def test_wrong_uses_are_refused() -> None:
