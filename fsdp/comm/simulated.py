@@ -9,6 +9,7 @@ import pickle
 import random
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,14 +19,14 @@ import torch
 from torch import Tensor
 
 from fsdp.autograd.engine_calls import free_queued_work
+from fsdp.autograd.frames import in_backward
 from fsdp.comm.communicator import Communicator, ReduceOp, as_bytes
 from fsdp.comm.failure.desync import RECENT
-from fsdp.comm.failure.pending_call import remedies_for
+from fsdp.comm.failure.pending_call import evaluated_alone, names_a_unit, remedies_for
 from fsdp.comm.simulated_group import torch_groups
 from fsdp.comm.simulated_ops import (
     Buffer,
     Coalesced,
-    Evaluations,
     Operation,
     Side,
     describe,
@@ -118,6 +119,14 @@ class SimulatedRank:
         self.log: list[Call] = []
         self._world = world
         self._comms: dict[str, SimulatedCommunicator] = {}
+        self.turn = threading.Lock()
+        """Released when it is this rank's turn."""
+        self.turn.acquire()
+        self.waits_for: Operation | None = None
+        self.error: str | None = None
+        """Why the wait cannot end."""
+        self.over = False
+        """Whether the rank has returned or failed."""
 
     def comm(self, name: str, ranks: Sequence[int] | None = None) -> "SimulatedCommunicator":
         """Return the communicator of that name among `ranks` (None: all), sorted. The n-th calls in an epoch meet."""
@@ -160,7 +169,8 @@ class SimulatedCommunicator(Communicator):
     def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
         if unsharded.numel() % self.size:
             raise ShardingError(f"all_gather({label!r}) takes {self.size} equal chunks, not {describe(unsharded)}.")
-        self._world.evaluations.count(self.name, self.ranks[self.rank], label)
+        if not torch.is_grad_enabled() and not in_backward() and names_a_unit(label):
+            self._world.evaluated[self.name, self.ranks[self.rank]] += 1
         unsharded = as_bytes(unsharded)
         buffer = Buffer(unsharded, label)
         chunk = unsharded.numel() // self.size
@@ -301,12 +311,12 @@ class _World:
         self._choices = random.Random(seed)
         # some networks are always late, some always early
         self._eagerness = self._choices.choice((0.0, 0.1, 0.5, 1.0))
-        self._rank_slots = [_RankSlot() for _ in range(size)]
         self._operations: dict[tuple[str, int, int], Operation] = {}
         """The operations whose data has not moved."""
         self._abandoned: dict[tuple[str, int], Abandoned] = {}
         """By family of communicators and rank."""
-        self.evaluations = Evaluations()
+        self.evaluated = Counter[tuple[str, int]]()
+        """The number of gathers in forwards without gradients, by communicator and rank."""
         self._complete: list[Operation] = []
         self._broken: dict[str, Operation] = {}
         """For each communicator on which ranks made different calls: the first operation where they did."""
@@ -351,7 +361,7 @@ class _World:
     def _run_rank(
         self, rank: int, fn: Callable[[int], T], results: dict[int, T], restore_random_state: Callable[[], None], grad: bool
     ) -> None:
-        self._rank_slots[rank].turn.acquire()
+        self.ranks[rank].turn.acquire()
         _this_thread.rank = self.ranks[rank]
         restore_random_state()
         torch.set_grad_enabled(grad)
@@ -362,7 +372,7 @@ class _World:
         try:
             free_queued_work()
         finally:
-            self._rank_slots[rank].over = True
+            self.ranks[rank].over = True
             self._pass_turn(self._choose())
 
     def epoch_of(self, family: str, rank: int) -> int:
@@ -380,7 +390,7 @@ class _World:
 
     def launch(self, rank: int, new: Operation, side: Side) -> Operation:
         """Add the call of `rank` to the operation that other ranks have begun there, or to `new`. Another rank may take over."""
-        if self._rank_slots[rank].over:
+        if self.ranks[rank].over:
             raise WorldError(
                 f"operation {new.number} of communicator {new.comm!r} was called after the simulated ranks have returned. "
                 "Compute with shards inside the function given to simulate."
@@ -401,13 +411,13 @@ class _World:
 
     def wait(self, rank: int, operation: Operation) -> None:
         """Let other ranks run until the operation is complete. Move its data if that has not happened yet."""
-        rank_slot = self._rank_slots[rank]
         if not operation.complete:
-            rank_slot.waits_for = operation
+            here = self.ranks[rank]
+            here.waits_for = operation
             try:
                 self.switch(rank)
             finally:
-                error, rank_slot.waits_for, rank_slot.error = rank_slot.error, None, None
+                error, here.waits_for, here.error = here.error, None, None
             error = error or self._mismatch(operation)
             if error is not None:
                 raise WorldError(error)
@@ -426,7 +436,7 @@ class _World:
         if chosen != rank:
             restore_random_state = _keep_random_state()
             self._pass_turn(chosen)
-            self._rank_slots[rank].turn.acquire()
+            self.ranks[rank].turn.acquire()
             restore_random_state()
         if self._interrupted:
             raise WorldError("The simulated world was interrupted from outside.")
@@ -434,22 +444,22 @@ class _World:
     def _pass_turn(self, chosen: int | None) -> None:
         if chosen is not None:
             self.running = chosen
-            self._rank_slots[chosen].turn.release()
+            self.ranks[chosen].turn.release()
 
     def _choose(self) -> int | None:
         """Choose a rank that can go on. If none can, every wait raises the deadlock."""
-        live = [rank for rank, rank_slot in enumerate(self._rank_slots) if not rank_slot.over]
-        able = [rank for rank in live if self._interrupted or self._can_go_on(self._rank_slots[rank])]
+        live = [one for one in self.ranks if not one.over]
+        able = [one for one in live if self._interrupted or self._can_go_on(one)]
         if live and not able:
-            deadlock = self._deadlock(live)
-            for rank in live:
-                self._rank_slots[rank].error = deadlock
+            deadlock = self._deadlock()
+            for one in live:
+                one.error = deadlock
             able = live
-        return self._choices.choice(able) if able else None
+        return self._choices.choice(able).rank if able else None
 
-    def _can_go_on(self, rank_slot: "_RankSlot") -> bool:
-        operation = rank_slot.waits_for
-        if operation is None or operation.complete or rank_slot.error is not None:
+    def _can_go_on(self, one: SimulatedRank) -> bool:
+        operation = one.waits_for
+        if operation is None or operation.complete or one.error is not None:
             return True
         return self._mismatch(operation) is not None or self._missing(operation) is not None
 
@@ -469,14 +479,18 @@ class _World:
         self._operations.clear()
         for operation in [*self._broken.values(), *self._spoilt]:
             if not operation.reported:
-                raise WorldError(operation.fault or operation.report_mismatch(self.evaluations.alone(operation)))
+                raise WorldError(operation.fault or operation.report_mismatch(self._evaluated_alone(operation)))
 
     def _mismatch(self, operation: Operation) -> str | None:
         """The error if the ranks made different calls here, or earlier on this communicator."""
         broken = self._broken.get(operation.comm)
         if broken is None or broken.order > operation.order:
             return None
-        return broken.report_mismatch(self.evaluations.alone(broken))
+        return broken.report_mismatch(self._evaluated_alone(broken))
+
+    def _evaluated_alone(self, operation: Operation) -> list[int]:
+        """The ranks of an operation that have made forwards without gradients which others have not made."""
+        return evaluated_alone({rank: self.evaluated[operation.comm, rank] for rank in operation.ranks})
 
     def _missing(self, operation: Operation) -> PeerFailed | None:
         """The error if a rank will never call it: about the first rank that failed, else one that has abandoned the step."""
@@ -496,39 +510,23 @@ class _World:
                 return PeerFailed(text, step.rank, step.unit, step.why)
         return None
 
-    def _deadlock(self, live: list[int]) -> str:
-        parts = []
-        for rank, rank_slot in enumerate(self._rank_slots):
-            operation = rank_slot.waits_for
-            if rank in live and operation is not None:
+    def _deadlock(self) -> str:
+        """The error where each rank that is not over waits in vain."""
+        parts, waiting = [], []
+        for rank, one in enumerate(self.ranks):
+            if (operation := one.waits_for) is not None:
+                waiting.append(operation)
                 absent = [other for other in operation.ranks if other not in operation.sides]
                 parts.append(f"Rank {rank} waits for {operation.name}, which {name_ranks(absent)} did not call.")
             elif rank in self._failures:
                 parts.append(f"Rank {rank} failed with {_quote(self._failures[rank])}.")
             else:
                 parts.append(f"Rank {rank} finished.")
-        waiting = [operation for rank_slot in self._rank_slots if (operation := rank_slot.waits_for) is not None]
-        alone = [] if self._failures else self.evaluations.alone(waiting[0])
+        alone = [] if self._failures else self._evaluated_alone(waiting[0])
         remedy = remedies_for([operation.name for operation in waiting], alone)
-        if not alone and len(live) < self.size - len(self._failures) and FEWER_BATCHES not in remedy:
+        if not alone and len(waiting) < self.size - len(self._failures) and FEWER_BATCHES not in remedy:
             remedy.append(FEWER_BATCHES)
         return " ".join(["Deadlock: nobody can go on.", *parts, *remedy])
-
-
-class _RankSlot:
-    """Where a rank waits for its turn."""
-
-    __slots__ = ("error", "over", "turn", "waits_for")
-
-    def __init__(self) -> None:
-        self.turn = threading.Lock()
-        """Released when it is this rank's turn."""
-        self.turn.acquire()
-        self.waits_for: Operation | None = None
-        self.error: str | None = None
-        """Why the wait cannot end."""
-        self.over = False
-        """Whether the rank has returned or failed."""
 
 
 def _keep_device_guard() -> None:

@@ -1,6 +1,5 @@
 """The data movement of simulated collectives: one operation, what each rank brings to it, and the buffers it reads and writes."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
@@ -10,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fsdp.autograd.frames import in_backward
 from fsdp.comm.communicator import ReduceOp
 from fsdp.comm.failure.desync import REMEDY
-from fsdp.comm.failure.pending_call import evaluated_alone, names_a_unit, remedies_for
+from fsdp.comm.failure.pending_call import remedies_for
 from fsdp.comm.work import Work, pairwise_sum
 from fsdp.errors import ShardingError, WorldError, name_ranks
 
@@ -96,22 +94,6 @@ class Operation:
             self.pickled = [side.pickled for side in sides]
         self.moved = True
         self.sides.clear()
-
-
-class Evaluations:
-    """How many gathers each rank has made in forwards without gradients, by communicator."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[tuple[str, int]] = Counter()
-
-    def count(self, comm: str, rank: int, label: str) -> None:
-        """Count a gather of a rank, if it is one of these."""
-        if not torch.is_grad_enabled() and not in_backward() and names_a_unit(label):
-            self._counts[comm, rank] += 1
-
-    def alone(self, operation: Operation) -> list[int]:
-        """The ranks of an operation that have made such forwards which others have not made."""
-        return evaluated_alone({rank: self._counts[operation.comm, rank] for rank in operation.ranks})
 
 
 class Coalesced:
