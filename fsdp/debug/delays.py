@@ -7,8 +7,9 @@ current stream is stalled, on the host the thread sleeps, and in a simulated wor
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -22,73 +23,48 @@ LONGEST: Final = 0.002
 """The longest delay, in seconds."""
 
 
+_INSIDE: Final = ("gathering", "reducing", "landing", "uploading")
+"""The contexts of `Streams` that begin with a delay."""
+_BEFORE: Final = ("pass_begins", "released")
+_AFTER: Final = ("await_reductions", "uploaded", "await_copies")
+
+
 def delayed(streams: Streams, rank: int, device: torch.device) -> Streams:
-    """Return `streams` with delays if FSDP_DELAYS is set, else as they are. Each rank draws delays of its own."""
+    """Delay `streams`, and return them, if FSDP_DELAYS is set. Each rank draws delays of its own."""
     seed = os.environ.get(DELAYS)
-    return DelayedStreams(streams, f"{seed} of rank {rank}", device) if seed else streams
+    if seed:
+        Delays(f"{seed} of rank {rank}", device).add_to(streams)
+    return streams
 
 
-class DelayedStreams(Streams):
-    """Streams with a random delay before each operation that waits, records or enters a stream of the engine."""
+class Delays:
+    """Random delays of one rank."""
 
-    def __init__(self, streams: Streams, seed: str, device: torch.device) -> None:
-        self._streams = streams
-        self.on_host = streams.on_host
+    def __init__(self, seed: str, device: torch.device) -> None:
         self._choices = random.Random(seed)
         self._device = device
 
-    def pass_begins(self) -> None:
-        self.wait()
-        self._streams.pass_begins()
-
-    def computes(self) -> None:
-        self._streams.computes()
-
-    def unit_begins(self, has_waited: bool) -> None:
-        self._streams.unit_begins(has_waited)
-
-    def gathering(self) -> AbstractContextManager[Any]:
-        return self._late(self._streams.gathering())
-
-    def gathered(self) -> Sequence[Any]:
-        return (*self._streams.gathered(), self)
-
-    def released(self) -> None:
-        self.wait()
-        self._streams.released()
-
-    def reducing(self, lane: int = 0) -> AbstractContextManager[Any]:
-        return self._late(self._streams.reducing(lane))
-
-    def landing(self, lane: int = 0) -> AbstractContextManager[Any]:
-        return self._late(self._streams.landing(lane))
-
-    def computing(self) -> AbstractContextManager[Any]:
-        return self._streams.computing()
-
-    def await_reductions(self) -> None:
-        self._streams.await_reductions()
-        self.wait()
-
-    def uploading(self) -> AbstractContextManager[Any]:
-        return self._late(self._streams.uploading())
-
-    def uploaded(self) -> None:
-        self._streams.uploaded()
-        self.wait()
-
-    def copied(self) -> None:
-        self._streams.copied()
-
-    def await_copies(self) -> None:
-        self._streams.await_copies()
-        self.wait()
+    def add_to(self, streams: Streams) -> None:
+        """Delay each operation of `streams` that waits, records or enters a stream of the engine."""
+        for names, around in ((_INSIDE, self._inside), (_BEFORE, self._before), (_AFTER, self._after)):
+            for name in names:
+                setattr(streams, name, partial(around, getattr(streams, name)))
+        gathered = streams.gathered
+        streams.gathered = lambda: (*gathered(), self)  # type: ignore[method-assign]
 
     @contextmanager
-    def _late(self, entered: AbstractContextManager[Any]) -> Iterator[None]:
-        with entered:
+    def _inside(self, enter: Callable[..., AbstractContextManager[Any]], *lane: int) -> Iterator[None]:
+        with enter(*lane):
             self.wait()
             yield
+
+    def _before(self, call: Callable[[], None]) -> None:
+        self.wait()
+        call()
+
+    def _after(self, call: Callable[[], None]) -> None:
+        call()
+        self.wait()
 
     def wait(self) -> None:
         """Wait for a random time in half of the calls."""

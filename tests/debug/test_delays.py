@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsdp
-from fsdp.debug.delays import DELAYS, DelayedStreams
+from fsdp.debug.delays import DELAYS, delayed
 from fsdp.device.streams import Streams
 from tests.support.models import CASES, Trained, assert_trained_alike, is_at_rest, own_batches, train, wrap
 
@@ -47,7 +47,8 @@ def test_every_entrance_is_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the host by sleeping, half of the times."""
     slept: list[float] = []
     monkeypatch.setattr("fsdp.debug.delays.time.sleep", slept.append)
-    streams = DelayedStreams(Streams(), "1", torch.device("cpu"))
+    monkeypatch.setenv(DELAYS, "1")
+    streams = delayed(Streams(), 0, torch.device("cpu"))
     for entered in (streams.gathering, streams.reducing, streams.landing):
         with entered():
             pass
