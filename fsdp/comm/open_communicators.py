@@ -6,7 +6,7 @@ Each process group has a `PeerMonitor`, which all communicators over its ranks s
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from math import prod
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp.comm import simulated
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.context import JOINT_NAME, REDUCE_NAME, REPLICA_NAME, SHARD_NAME, WORLD_NAME, CommContext, Lane, lane_name
-from fsdp.comm.dtensor_mesh import is_part
+from fsdp.comm.dtensor_mesh import is_part, ranks_of
 from fsdp.comm.failure.joint_waits import JointWaits
 from fsdp.comm.failure.peer_monitor import ROUTED, PeerMonitor, at_end
 from fsdp.comm.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
@@ -96,24 +96,28 @@ def open_comms(process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int = 
             f"mesh has {mesh.ndim} dimensions; give a one-dimensional one, such as mesh['shard'], or ask for "
             "sharding_strategy='HYBRID_SHARD'."
         )
-    if process_group is SINGLE_RANK:
-        return CommContext(_alone, _alone, (Lane(_alone, _alone),) * lanes)
     here = simulated.current_rank()
-    if here is not None:
-        return _simulated_comms(here, process_group, mesh, mesh_kind, lanes)
-    if dist.is_initialized() and c10d._get_default_group() in _of_parent:
-        raise ShardingError(FORKED)
-    if mesh_kind is MeshKind.HYBRID:
-        return _hybrid_comms(mesh, lanes)
-    if mesh is not None:
-        process_group = mesh.get_group()
-    if process_group is None:
-        process_group = _default_group()
-    comm = _comm(process_group, SHARD_NAME)
-    reduce_comms = [_reduce_comm(process_group, number) for number in range(lanes)]
-    if mesh_kind is MeshKind.REPLICATE:
-        return CommContext(_alone, comm, tuple(Lane(_alone, one) for one in reduce_comms))
-    return CommContext(comm, comm, tuple(Lane(one, _alone) for one in reduce_comms))
+    shards: Any = None
+    replicas: Any = None
+    world: Any = None
+    if process_group is not SINGLE_RANK:
+        find = _groups if here is None else partial(_simulated_ranks, here)
+        shards, replicas, world = find(process_group, mesh, mesh_kind)
+
+    def comm(name: str, among: Any, apart: bool = True) -> Communicator:
+        if among is None:
+            return _alone
+        return _comm(among, name, apart) if here is None else here.comm(name, among)
+
+    # in a mesh not the row's, even if there is only one row: questions to all ranks must not come between its reductions
+    is_mesh = mesh_kind is MeshKind.HYBRID
+    of_replicas, of_world = (REPLICA_NAME, WORLD_NAME) if is_mesh else (REDUCE_NAME, SHARD_NAME)
+
+    def lane(number: int) -> Lane:
+        return Lane(comm(lane_name(REDUCE_NAME, number), shards), comm(lane_name(of_replicas, number), replicas))
+
+    gathers, of_all = comm(SHARD_NAME, shards, apart=False), comm(of_world, world, apart=is_mesh)
+    return CommContext(gathers, of_all, tuple(map(lane, range(lanes))))
 
 
 def open_across(mesh: Any, comms: CommContext, ranks: tuple[int, ...]) -> CommContext:
@@ -187,27 +191,18 @@ def background_comm(world_comm: Communicator) -> Communicator:
     return _background[world_comm.group]
 
 
-def _check_shape(shape: tuple[int, ...], ranks: int) -> None:
-    """Refuse a shape that is not (replicas, shards) over `ranks` ranks."""
+def _row_and_column(shape: Sequence[int], rank: int, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ranks of the row and of the column of `rank` in a mesh of this shape, (replicas, shards), over `ranks` ranks.
+
+    Raises:
+        ShardingError: the shape is no such shape.
+    """
     if len(shape) != 2 or not all(isinstance(side, int) and side > 0 for side in shape) or prod(shape) != ranks:
-        raise ShardingError(f"mesh {shape} does not fit: give (replicas, shards) with a product of {ranks}, the number of ranks.")
-
-
-def _simulated_comms(
-    here: simulated.SimulatedRank, process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int
-) -> CommContext:
-    shards, replicas, world = _simulated_ranks(here, process_group, mesh, mesh_kind)
-
-    def comm(name: str, ranks: tuple[int, ...] | None) -> Communicator:
-        return _alone if ranks is None else here.comm(name, ranks)
-
-    # not the row's, even if there is only one row: questions to all ranks must not come between its reductions
-    of_replicas, of_world = (REPLICA_NAME, WORLD_NAME) if mesh_kind is MeshKind.HYBRID else (REDUCE_NAME, SHARD_NAME)
-
-    def lane(number: int) -> Lane:
-        return Lane(comm(lane_name(REDUCE_NAME, number), shards), comm(lane_name(of_replicas, number), replicas))
-
-    return CommContext(comm(SHARD_NAME, shards), comm(of_world, world), tuple(map(lane, range(lanes))))
+        raise ShardingError(
+            f"mesh {tuple(shape)} does not fit: give (replicas, shards) with a product of {ranks}, the number of ranks."
+        )
+    row, column = divmod(rank, shape[1])
+    return tuple(range(row * shape[1], (row + 1) * shape[1])), tuple(range(column, ranks, shape[1]))
 
 
 _Ranks: TypeAlias = tuple[int, ...] | None
@@ -222,26 +217,25 @@ def _simulated_ranks(
         ranks = tuple(range(here.size)) if group is None else tuple(dist.get_process_group_ranks(group))
         return (ranks, None, ranks) if mesh_kind is MeshKind.SHARD else (None, ranks, ranks)
     if isinstance(mesh, tuple | list):
-        _check_shape(tuple(mesh), here.size)
-        row, column = divmod(here.rank, mesh[1])
-        shards, world = tuple(range(row * mesh[1], (row + 1) * mesh[1])), tuple(range(here.size))
-        replicas = tuple(range(column, here.size, mesh[1]))
+        shards, replicas = _row_and_column(mesh, here.rank, here.size)
+        world = tuple(range(here.size))
     else:
         replicas, shards = (tuple(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in (0, 1))
-        world = tuple(mesh.mesh.flatten().tolist())
+        world = ranks_of(mesh)
     return shards if len(shards) > 1 else None, replicas if len(replicas) > 1 else None, world
 
 
-def _hybrid_comms(mesh: Any, lanes: int) -> CommContext:
+def _groups(process_group: Any, mesh: Any, mesh_kind: MeshKind) -> tuple[Any, Any, Any]:
+    """As `_simulated_ranks`, over process groups."""
+    if dist.is_initialized() and c10d._get_default_group() in _of_parent:
+        raise ShardingError(FORKED)
+    if mesh_kind is not MeshKind.HYBRID:
+        group = mesh.get_group() if mesh is not None else process_group or _default_group()
+        return (group, None, group) if mesh_kind is MeshKind.SHARD else (None, group, group)
     if isinstance(mesh, tuple | list):
-        columns, rows = _groups_of_shape(tuple(mesh))
-        ranks = tuple(range(dist.get_world_size()))
-    else:
-        columns, rows = mesh.get_group(0), mesh.get_group(1)
-        ranks = tuple(mesh.mesh.flatten().tolist())
-    world = _group_of(rows, ranks)
-    opened = tuple(Lane(_reduce_comm(rows, number), _reduce_comm(columns, number)) for number in range(lanes))
-    return CommContext(_comm(rows, SHARD_NAME), _reduce_comm(world, 0), opened)
+        replicas, shards = _groups_of_shape(tuple(mesh))
+        return shards, replicas, _group_of(shards, tuple(range(dist.get_world_size())))
+    return mesh.get_group(1), mesh.get_group(0), _group_of(mesh.get_group(1), ranks_of(mesh))
 
 
 def _group_of(row: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -265,13 +259,11 @@ def _groups_of_shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
     of that type the current one, but a group may know types that this machine lacks: gloo's first type is "cuda" everywhere.
     """
     world = _default_group()
-    _check_shape(shape, dist.get_world_size(world))
+    members = _row_and_column(shape, dist.get_rank(world), dist.get_world_size(world))
     known = _shapes.setdefault(world, {})
     if shape not in known:
         _meet(world)
-        row, column = divmod(dist.get_rank(world), shape[1])
-        members = range(column, shape[0] * shape[1], shape[1]), range(row * shape[1], (row + 1) * shape[1])
-        replicas, shards = (dist.new_group(list(ranks), use_local_synchronization=True) for ranks in members)
+        replicas, shards = (dist.new_group(list(ranks), use_local_synchronization=True) for ranks in reversed(members))
         known[shape] = replicas, shards
     return known[shape]
 
@@ -284,11 +276,6 @@ def _default_group() -> dist.ProcessGroup:
             "or run it inside fsdp.simulate(world_size, fn)."
         )
     return c10d._get_default_group()
-
-
-def _reduce_comm(group: dist.ProcessGroup, number: int) -> Communicator:
-    """The communicator for reductions of lane `number` over the ranks of a group."""
-    return _comm(group, lane_name(REDUCE_NAME, number), apart=True)
 
 
 def _comm(group: dist.ProcessGroup, name: str, apart: bool = False) -> Communicator:
