@@ -9,7 +9,7 @@ import os
 import pickle
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, cast
 
@@ -23,7 +23,7 @@ from fsdp.comm.communicator import CarriesHostTensors, Communicator, ReduceOp, a
 from fsdp.comm.failure.desync import RECENT, WatchedWork
 from fsdp.comm.failure.peer_monitor import PeerMonitor
 from fsdp.comm.failure.pending_call import OBJECTS, PendingCall, names_a_unit
-from fsdp.comm.work import AllToAllReduceScatter, Work, WorkBatch, all_reduce_by_exchange, reduce_scatter_by_exchange
+from fsdp.comm.work import AllToAllReduceScatter, DeterministicAllReduce, Work, WorkBatch, reduce_scatter_by_exchange
 from fsdp.errors import ShardingError
 
 # The three collectives of every step are methods of the group itself: torch's functions around them cost 3 to 5 µs a call, and
@@ -150,7 +150,7 @@ class ProcessGroupCommunicator(Communicator):
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         if fixed_order and op == "sum":
             gather = partial(self.all_gather, label=label)
-            return all_reduce_by_exchange(partial(self._exchange, label), gather, tensor, self.rank, self.size)
+            return DeterministicAllReduce(partial(self._exchange, label), gather, tensor, self.rank, self.size)
         options = c10d.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
         options.asyncOp = True
@@ -211,7 +211,8 @@ class GlooCommunicator(ProcessGroupCommunicator):
         if on_host and self.size == 2:
             return self._swap(own, self._of_peer(unsharded), group)
         if on_host and chunk >= _LARGE and self._on_one_host:
-            return WorkBatch(_broadcasts(group, torch.split(unsharded, chunk)))
+            chunks = enumerate(torch.split(unsharded, chunk))
+            return WorkBatch(partial(group.broadcast, [one], _from(source)) for source, one in chunks)
         return super()._start_gather(unsharded, own, group)
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
@@ -235,12 +236,6 @@ class GlooCommunicator(ProcessGroupCommunicator):
         count = mine.numel()
         lengths = [count * self.rank, count * (1 - self.rank)]
         return group.alltoall_base(theirs, mine, lengths, lengths, _EXCHANGE)
-
-
-def _broadcasts(group: dist.ProcessGroup, chunks: Sequence[Tensor]) -> Iterator[Callable[[], Any]]:
-    """Launches of one broadcast from each rank, of its chunk."""
-    for source, chunk in enumerate(chunks):
-        yield partial(group.broadcast, [chunk], _from(source))
 
 
 def _from(source: int) -> Any:

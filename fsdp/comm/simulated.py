@@ -26,7 +26,6 @@ from fsdp.comm.failure.pending_call import evaluated_alone, names_a_unit, remedi
 from fsdp.comm.simulated_group import torch_groups
 from fsdp.comm.simulated_ops import (
     Buffer,
-    Coalesced,
     Operation,
     Side,
     describe,
@@ -36,7 +35,7 @@ from fsdp.comm.simulated_ops import (
     move_sums,
     move_total,
 )
-from fsdp.comm.work import Work
+from fsdp.comm.work import Work, Works
 from fsdp.errors import FEWER_BATCHES, PeerFailed, ShardingError, WorldError, name_ranks
 
 T = TypeVar("T")
@@ -192,9 +191,9 @@ class SimulatedCommunicator(Communicator):
         side = Side(f"reduce_scatter({label!r}, {describe(bucket)})", label, move_sums, (given, target))
         return self._launch("reduce_scatter", side, bucket.nbytes - into.nbytes)
 
-    def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Coalesced:
+    def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
         """As `Communicator.reduce_scatter_coalesced`. Only tests come here: they replace `supports_coalescing`."""
-        return Coalesced([self.reduce_scatter(bucket, chunk, label) for bucket, chunk in zip(buckets, into, strict=True)])
+        return Works([self.reduce_scatter(bucket, chunk, label) for bucket, chunk in zip(buckets, into, strict=True)])
 
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
         """Zero: the sum is written to its place at once."""

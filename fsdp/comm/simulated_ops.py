@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fsdp.comm.communicator import ReduceOp
 from fsdp.comm.failure.desync import REMEDY
 from fsdp.comm.failure.pending_call import remedies_for
-from fsdp.comm.work import Work, pairwise_sum
+from fsdp.comm.work import pairwise_sum
 from fsdp.errors import ShardingError, WorldError, name_ranks
 
 
@@ -94,19 +94,6 @@ class Operation:
             self.pickled = [side.pickled for side in sides]
         self.moved = True
         self.sides.clear()
-
-
-class Coalesced:
-    """Collectives in flight that are awaited together."""
-
-    __slots__ = ("_works",)
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
 
 
 class Side(NamedTuple):

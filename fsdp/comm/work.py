@@ -1,6 +1,6 @@
 """Collectives in flight, works that consist of several, and the sum over ranks. A work is awaited once, where it is needed."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol
 
@@ -18,14 +18,21 @@ class Work(Protocol):
         """Return when the result may be used: on CPU when it is there, on CUDA when the current stream will wait for it."""
 
 
-class _Done:
-    """The work of a collective that had nothing to do."""
+class Works:
+    """Collectives in flight that are awaited together."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
 
     def wait(self) -> None:
-        return
+        for work in self._works:
+            work.wait()
 
 
-DONE: Final = _Done()
+DONE: Final = Works(())
+"""The work of a collective that had nothing to do."""
 
 
 class AllToAllReduceScatter:
@@ -104,33 +111,6 @@ class TwoPhaseWork:
         """The collective in flight."""
 
 
-class DeterministicAllReduce(TwoPhaseWork):
-    """An all-reduce by an exchange of chunks. `wait` sums them and gathers the sums."""
-
-    __slots__ = ("_gather", "_own", "_received", "_sent", "_tensor")
-
-    def __init__(
-        self, work: Work, sent: Tensor, received: Tensor, tensor: Tensor, gather: Callable[[Tensor], Work], own: int
-    ) -> None:
-        super().__init__(work)
-        self._sent = sent
-        """The padded input, kept in memory while it is sent."""
-        self._received = received
-        self._tensor = tensor
-        self._gather = gather
-        self._own = own
-        """The rank of this process, which sums the chunk of that number."""
-
-    def wait(self) -> None:
-        self.begun.wait()
-        parts = self._received
-        sums = torch.empty_like(parts)
-        pairwise_sum(parts, sums[self._own])
-        self.begun = self._gather(sums.view(-1))
-        self.begun.wait()
-        self._tensor.view(-1).copy_(sums.view(-1)[: self._tensor.numel()])
-
-
 Exchange = Callable[[Tensor, Tensor], Work]
 """Launches an exchange (received, sent): chunk r of `sent` goes to rank r, and chunk r of `received` comes from rank r."""
 
@@ -141,16 +121,31 @@ def reduce_scatter_by_exchange(exchange: Exchange, bucket: Tensor, into: Tensor)
     return AllToAllReduceScatter(exchange(received, bucket), received, into)
 
 
-def all_reduce_by_exchange(exchange: Exchange, gather: Callable[[Tensor], Work], tensor: Tensor, rank: int, size: int) -> Work:
-    """Launch an all-reduce as an exchange of chunks, which `wait` sums in a fixed order and gathers with `gather`.
+class DeterministicAllReduce(TwoPhaseWork):
+    """An all-reduce by an exchange of chunks, which `wait` sums in a fixed order and gathers with `gather`.
 
     The tensor is padded to a multiple of the number of ranks.
     """
-    chunk = -(-tensor.numel() // size)
-    padded = tensor.new_zeros(size, chunk)
-    padded.view(-1)[: tensor.numel()].copy_(tensor.view(-1))
-    received = torch.empty_like(padded)
-    return DeterministicAllReduce(exchange(received, padded), padded, received, tensor, gather, rank)
+
+    __slots__ = ("_gather", "_rank", "_received", "_sent", "_tensor")
+
+    def __init__(self, exchange: Exchange, gather: Callable[[Tensor], Work], tensor: Tensor, rank: int, size: int) -> None:
+        self._sent = tensor.new_zeros(size, -(-tensor.numel() // size))
+        """The padded input, kept in memory while it is sent."""
+        self._sent.view(-1)[: tensor.numel()].copy_(tensor.view(-1))
+        self._received = torch.empty_like(self._sent)
+        self._tensor = tensor
+        self._gather = gather
+        self._rank = rank
+        super().__init__(exchange(self._received, self._sent))
+
+    def wait(self) -> None:
+        self.begun.wait()
+        sums = torch.empty_like(self._received)
+        pairwise_sum(self._received, sums[self._rank])
+        self.begun = self._gather(sums.view(-1))
+        self.begun.wait()
+        self._tensor.view(-1).copy_(sums.view(-1)[: self._tensor.numel()])
 
 
 def pairwise_sum(parts: Tensor, into: Tensor) -> None:

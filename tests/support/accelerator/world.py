@@ -25,7 +25,7 @@ from fsdp.comm import simulated
 from fsdp.comm.communicator import CarriesHostTensors, ReduceOp, as_bytes
 from fsdp.comm.simulated import SimulatedCommunicator, current_rank
 from fsdp.comm.simulated_ops import Operation, Side, describe, mark_written
-from fsdp.comm.work import Work, all_reduce_by_exchange, reduce_scatter_by_exchange
+from fsdp.comm.work import DeterministicAllReduce, Work, reduce_scatter_by_exchange
 from fsdp.errors import ShardingError
 from tests.support.accelerator.device import NAME, Scheduler, configure, load
 
@@ -77,7 +77,7 @@ class _OnDevice(SimulatedCommunicator):
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         if fixed_order and op == "sum":
             gather = partial(self.all_gather, label=label)
-            return all_reduce_by_exchange(partial(self._exchange, label), gather, tensor, self.rank, self.size)
+            return DeterministicAllReduce(partial(self._exchange, label), gather, tensor, self.rank, self.size)
         text, kind = f"all_reduce({label!r}, {describe(tensor)}, {op})", _SUM if op == "sum" else _MAX
         received = 2 * (self.size - 1) * tensor.nbytes // self.size
         return self._on_device("all_reduce", label, text, kind, tensor, tensor, tensor.numel(), received)
