@@ -128,19 +128,15 @@ class CommContext(NamedTuple):
         return {self.shard_comm, self.world_comm, self.across or self.world_comm, *self.routed, *self.inner}
 
     def each(self) -> dict[str, Communicator]:
-        """Every communicator once, by name."""
-        lanes = [
-            (lane_name(name, number), comm)
-            for number, lane in enumerate(self.lanes)
-            for name, comm in zip((REDUCE_NAME, REPLICA_NAME), lane, strict=True)
-        ]
-        names = {id(comm): name for name, comm in ((WORLD_NAME, self.world_comm), *lanes, (SHARD_NAME, self.shard_comm))}
-        found = {SHARD_NAME: self.shard_comm, **dict(lanes), WORLD_NAME: self.world_comm}
-        own = {name: comm for name, comm in found.items() if names[id(comm)] == name}
+        """Every communicator once, by its first name."""
+        found: dict[str, Communicator] = {SHARD_NAME: self.shard_comm}
+        for number, lane in enumerate(self.lanes):
+            found |= {lane_name(REDUCE_NAME, number): lane.shard, lane_name(REPLICA_NAME, number): lane.replicate}
+        found[WORLD_NAME] = self.world_comm
         if self.across is not None:
-            own[JOINT_NAME] = self.across
-        for number, comm in enumerate(self.routed):
-            own[lane_name(ROUTED, number)] = comm
+            found[JOINT_NAME] = self.across
+        found |= {lane_name(ROUTED, number): comm for number, comm in enumerate(self.routed)}
         for number, one in enumerate(self.inner):
-            own |= {f"inner {lane_name(name, number)}": comm for name, comm in one.each().items()}
-        return own
+            found |= {f"inner {lane_name(name, number)}": comm for name, comm in one.each().items()}
+        first = {comm: name for name, comm in reversed(found.items())}
+        return {name: comm for name, comm in found.items() if first[comm] == name}

@@ -145,7 +145,7 @@ def open_routed(group: dist.ProcessGroup | None, comms: CommContext) -> tuple[An
     one = _routed_group(group or _default_group())
     if isinstance(one, RoutedGroup | SimulatedGroup):
         comms = comms._replace(routed=tuple(dict.fromkeys((*comms.routed, one.comm))))
-        one.beside.add(comms.each().values())
+        one.beside.update(comms.each().values())
         _join_waits(comms)
         return one, comms
     peers = comms.joint.monitor

@@ -10,7 +10,7 @@ Rule 1: a group stays routed until torch.distributed is destroyed. No moment bef
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -42,22 +42,15 @@ _Group: Any = dist.ProcessGroup
 _TorchWork: Any = dist.Work
 
 
-class Beside:
+class Beside(weakref.WeakSet[Communicator]):
     """The communicators of all roots that use a group, to be notified of what it finds.
 
     Its calls may be made outside all units, where no hook of the engine sees an error.
     """
 
-    def __init__(self) -> None:
-        self._comms: weakref.WeakSet[Communicator] = weakref.WeakSet()
-
-    def add(self, comms: Iterable[Communicator]) -> None:
-        """Add the communicators of a root."""
-        self._comms.update(comms)
-
     def abandon(self, failure: WorldError) -> None:
         """Abandon the step of these roots, which cannot end."""
-        for comm in self._comms:
+        for comm in self:
             comm.abandon("", failure)
 
 
