@@ -45,12 +45,7 @@ def ranks_around(mesh: Any, tensors: Iterable[Any]) -> tuple[int, ...]:
     """
     found = [{*ranks_of(mesh)}]
     for own in _meshes_of(mesh, tensors):
-        found.append({*ranks_of(own)})
-        if not found[0] <= found[-1]:
-            try:
-                found[-1] = {*ranks_of(DeviceMesh._concatenate([mesh, own]))}
-            except (RuntimeError, TypeError):
-                del found[-1]  # `check_joins` refuses it, if it does not lie inside `mesh`
+        found.append({*ranks_of(own if found[0].issubset(ranks_of(own)) else _joined(mesh, own))})
     together = set().union(*found)
     if together not in found:
         what = "some parameters are DTensors over one dimension of the device mesh, and some over another one"
@@ -60,13 +55,16 @@ def ranks_around(mesh: Any, tensors: Iterable[Any]) -> tuple[int, ...]:
 
 def mesh_around(mesh: Any, tensors: Iterable[Any]) -> DeviceMesh | None:
     """The mesh of the dimensions of `mesh`, then those over which `tensors` are spread; None if that is none, or not one mesh."""
-    found: dict[DeviceMesh, None] = {}
-    for own in _meshes_of(mesh, tensors):
-        try:
-            found[own if have_same_first_dims(own, mesh) else DeviceMesh._concatenate([mesh, own])] = None
-        except (RuntimeError, TypeError):
-            continue  # it shares ranks with `mesh`, or `check_joins` refuses it
-    return next(iter(found)) if len(found) == 1 else None
+    found = {own if have_same_first_dims(own, mesh) else _joined(mesh, own) for own in _meshes_of(mesh, tensors)} - {None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _joined(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh | None:
+    """The mesh of the dimensions of both; None if they share ranks, or `check_joins` refuses them."""
+    try:
+        return DeviceMesh._concatenate([mesh, other])
+    except (RuntimeError, TypeError):
+        return None
 
 
 def _meshes_of(mesh: Any, tensors: Iterable[Any]) -> dict[DeviceMesh, None]:
