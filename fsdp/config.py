@@ -165,7 +165,7 @@ class ReductionPolicy:
         for name in ("bucket_cap_mb", "first_bucket_mb", "predivide_factor"):
             number = getattr(self, name)
             optional = name != "first_bucket_mb"
-            if not ((optional and number is None) or _is_positive(number)):
+            if not ((optional and number is None) or (_is_number(number) and 0 < number < float("inf"))):
                 raise ShardingError(
                     f"reduction.{name} must be a positive number{' or None' if optional else ''}, not {number!r}."
                 )
@@ -207,10 +207,6 @@ def _check_count(name: str, value: object, of: str, least: int) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_positive(number: Any) -> bool:
-    return _is_number(number) and 0 < number < float("inf")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ do not increase a version counter. Guard mode finds them by comparing the unshar
 It compares all of them, so that every rank gets the same answer.
 """
 
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -31,18 +32,15 @@ class Guard:
         self._unit = unit
         self._before = [flat.unsharded.view(torch.uint8).clone() for flat in unit.flats]
         self._update_counts = [flat.count_inplace_updates() for flat in unit.flats]
-        self._hooks: saved_tensors_hooks | None = None
+        self._hooks = ExitStack()
         # torch calls the innermost hooks only. Those of the user stay, and those of a checkpoint: it reads parameters again
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if outer is None or isinstance(getattr(outer[0], "__self__", None), Guard):
-            self._hooks = saved_tensors_hooks(self._pack, self._unpack)
-            self._hooks.__enter__()
+            self._hooks.enter_context(saved_tensors_hooks(self._pack, self._unpack))
 
     def end(self) -> None:
         """Stop checking saved tensors, because the call is over. Idempotent."""
-        hooks, self._hooks = self._hooks, None
-        if hooks is not None:
-            hooks.__exit__()
+        self._hooks.close()
 
     def refuse_hidden_updates(self) -> None:
         """Compare the unsharded parameters with the copy.
