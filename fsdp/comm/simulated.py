@@ -425,7 +425,9 @@ class _World:
                 raise missing
         if not operation.moved:
             self._move_up_to(operation)
-        operation.raise_fault()
+        if operation.fault is not None:
+            operation.reported = True
+            raise WorldError(operation.fault)
 
     def switch(self, rank: int) -> None:
         """A scheduling point: some data may move, then a rank that can go on takes over."""

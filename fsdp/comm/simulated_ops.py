@@ -73,12 +73,6 @@ class Operation:
         text = f"The ranks disagree on {self.place}: {first} where {' and '.join(others)}."
         return " ".join((text, *(() if alone else (REMEDY,)), *remedies_for(callers, alone)))
 
-    def raise_fault(self) -> None:
-        """Raise WorldError if the data could not move. The operation counts as reported."""
-        if self.fault is not None:
-            self.reported = True
-            raise WorldError(self.fault)
-
     def move(self) -> None:
         """Read every rank's input and write every rank's output, unless a buffer was released."""
         sides = [self.sides[rank] for rank in sorted(self.sides)]

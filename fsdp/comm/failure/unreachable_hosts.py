@@ -8,8 +8,8 @@ their way, a rank that has waited long looks itself for how long they were not a
 
 import os
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from struct import unpack_from
 from threading import Thread
 from typing import Any, Final, TypeVar
@@ -78,8 +78,8 @@ class Connections:
         """End all collectives in flight with an error. The backend alone would wait for those that a lost host is part of."""
         for descriptor, inode in self._closing | self._watched:
             if _is_open(descriptor, inode):
-                with suppress(OSError):
-                    _with_socket(descriptor, lambda one: one.shutdown(socket.SHUT_RDWR))
+                with suppress(OSError), _socket_of(descriptor) as one:
+                    one.shutdown(socket.SHUT_RDWR)
         self.forget()
 
     def stay_lost(self) -> bool:
@@ -98,7 +98,8 @@ class Connections:
         if not _is_open(descriptor, inode):
             return True  # the backend closed it, after an error
         try:
-            info = _with_socket(descriptor, lambda one: one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES))
+            with _socket_of(descriptor) as one:
+                info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
         except OSError:
             return True
         state, retransmits = info[0], info[2]
@@ -131,30 +132,23 @@ def _sockets() -> set[tuple[int, int]]:
 def _ask_kernel_to_look(descriptor: int, seconds: float) -> bool:
     """Set TCP keep-alive. Returns False if this is no connected TCP socket."""
     idle, interval = max(1, round(seconds / 2)), max(1, round(seconds / 2 / _PROBES))
-
-    def set_options(one: socket.socket) -> bool:
+    options = (socket.TCP_KEEPIDLE, idle), (socket.TCP_KEEPINTVL, interval), (socket.TCP_KEEPCNT, _PROBES)
+    with suppress(OSError), _socket_of(descriptor) as one:
         if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
             return False
         one.getpeername()  # raises for one that listens
         one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (
-            (socket.TCP_KEEPIDLE, idle),
-            (socket.TCP_KEEPINTVL, interval),
-            (socket.TCP_KEEPCNT, _PROBES),
-        ):
+        for option, value in options:
             one.setsockopt(socket.IPPROTO_TCP, option, value)
         return True
-
-    try:
-        return _with_socket(descriptor, set_options)
-    except OSError:
-        return False
+    return False
 
 
-def _with_socket(descriptor: int, use: Callable[[socket.socket], T]) -> T:
-    """Call `use` with a Python socket of this descriptor, which stays open."""
+@contextmanager
+def _socket_of(descriptor: int) -> Iterator[socket.socket]:
+    """A Python socket of this descriptor, which stays open."""
     one = socket.socket(fileno=descriptor)
     try:
-        return use(one)
+        yield one
     finally:
         one.detach()
