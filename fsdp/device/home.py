@@ -28,14 +28,10 @@ class Home:
         """Zeros (numel,) for a shard."""
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
-    def count(self, tracker: MemoryTracker, shard: Tensor) -> None:
-        """Count the bytes of a shard."""
-        tracker.add("shards", size_of(shard))
-
     def count_put_away(self, tracker: MemoryTracker, shard: Tensor, is_away: bool) -> None:
         """Count that `fsdp.offload` has moved a shard to the host, or `fsdp.onload` back. What is on the host stays there."""
         if self.device.type not in ("cpu", "meta"):
-            tracker.add("shards", -size_of(shard) if is_away else size_of(shard))
+            tracker.add("shards", -self.device_bytes(shard) if is_away else self.device_bytes(shard))
 
     def device_bytes(self, tensor: Tensor) -> int:
         """Bytes that a tensor which is at home takes on the device that computes."""
@@ -79,12 +75,6 @@ class HostHome(Home):
         if self.device.type == "meta":
             return super().memory(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self.pins)
-
-    def count(self, tracker: MemoryTracker, shard: Tensor) -> None:
-        return
-
-    def count_put_away(self, tracker: MemoryTracker, shard: Tensor, is_away: bool) -> None:
-        return
 
     def device_bytes(self, tensor: Tensor) -> int:
         return 0

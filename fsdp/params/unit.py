@@ -168,7 +168,7 @@ class Unit:
         self.shard_device = shard_device
         for flat in self.flats:
             flat.join(comms)
-            flat.home.count(tracker, flat.shard)
+            tracker.add("shards", flat.home.device_bytes(flat.shard))
 
     def set_put_away(self, put_away: bool) -> None:
         """The shards are in host memory from now on, or on the device again. While they are not, refuse what needs them."""
