@@ -44,6 +44,10 @@ class TraceInfo(NamedTuple):
     """Bytes of one all-gather of each unit."""
     options: dict[str, Any]
 
+    def time(self, moment: int) -> float:
+        """The microseconds of the trace until a moment."""
+        return (moment - self.began) / 1e3
+
 
 def document(recorder: Recorder, info: TraceInfo) -> dict[str, Any]:
     """The whole file, as JSON can hold it."""
@@ -60,7 +64,7 @@ def metadata(info: TraceInfo) -> dict[str, Any]:
         "world_size": info.world_size,
         "host": info.host,
         "began_at": info.began_at,
-        "length": (info.ended - info.began) / 1e3,
+        "length": info.time(info.ended),
         "units": list(info.units),
         "unit_bytes": list(info.unit_bytes),
         "options": info.options,
@@ -78,33 +82,21 @@ def _name(info: TraceInfo, what: str, thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": info.rank, "tid": thread, "name": what, "args": {"name": name}}
 
 
+def _slice(info: TraceInfo, thread: int, name: str, category: str, began: int, ended: int, **args: Any) -> dict[str, Any]:
+    lane = {"ph": "X", "pid": info.rank, "tid": thread}
+    return {**lane, "name": name, "cat": category, "ts": info.time(began), "dur": max(0, ended - began) / 1e3, "args": args}
+
+
 def _slices(recorder: Recorder, info: TraceInfo) -> Iterator[dict[str, Any]]:
-    rank = info.rank
-
-    def time(moment: int) -> float:
-        return (moment - info.began) / 1e3
-
-    def slice_of(thread: int, name: str, category: str, began: int, ended: int, **args: Any) -> dict[str, Any]:
-        length = max(0, ended - began) / 1e3
-        return {
-            "ph": "X",
-            "pid": rank,
-            "tid": thread,
-            "name": name,
-            "cat": category,
-            "ts": time(began),
-            "dur": length,
-            "args": args,
-        }
-
+    rank, time = info.rank, info.time
     for number, span in enumerate(steps(recorder.events, info.roots, info.ended)):
         backward = time(span.backward_began) if span.backward_began else None
         what = {"step": number, "abandoned": span.abandoned, "backward_began": backward}
-        yield slice_of(STEPS, f"step {number}", "step", span.began, span.ended, **what)
+        yield _slice(info, STEPS, f"step {number}", "step", span.began, span.ended, **what)
     for began, ended, unit, kind in computing(recorder.events, recorder.phases):
-        yield slice_of(COMPUTING, f"{kind} {info.units[unit]}", "compute", began, ended, unit=info.units[unit], kind=kind)
+        yield _slice(info, COMPUTING, f"{kind} {info.units[unit]}", "compute", began, ended, unit=info.units[unit], kind=kind)
     for began, ended, phase, unit in recorder.phases:
-        yield slice_of(ENGINE, f"{phase} {info.units[unit]}", "engine", began, ended, unit=info.units[unit], phase=phase)
+        yield _slice(info, ENGINE, f"{phase} {info.units[unit]}", "engine", began, ended, unit=info.units[unit], phase=phase)
     for moment, unit, event in recorder.events:
         args = {"unit": info.units[unit], "event": event.name}
         name = f"{event.name} {info.units[unit]}"
@@ -118,7 +110,7 @@ def _slices(recorder: Recorder, info: TraceInfo) -> Iterator[dict[str, Any]]:
             by_kind[name] = by_kind.get(name, 0) + size
         yield {"ph": "C", "pid": rank, "tid": 0, "name": "bytes held", "cat": "memory", "ts": time(moment), "args": by_kind}
     for lane, collectives in _by_lane(recorder.collectives).items():
-        yield from _collective_slices(lane, collectives, info, slice_of, time)
+        yield from _collective_slices(lane, collectives, info)
 
 
 def _by_lane(collectives: Sequence[Collective]) -> dict[tuple[int, str], list[Collective]]:
@@ -128,10 +120,8 @@ def _by_lane(collectives: Sequence[Collective]) -> dict[tuple[int, str], list[Co
     return found
 
 
-def _collective_slices(
-    lane: tuple[int, str], collectives: Sequence[Collective], info: TraceInfo, slice_of: Any, time: Any
-) -> Iterator[dict[str, Any]]:
-    first, name = lane
+def _collective_slices(lane: tuple[int, str], collectives: Sequence[Collective], info: TraceInfo) -> Iterator[dict[str, Any]]:
+    (first, name), time = lane, info.time
     numbers: dict[str, int] = {}
     lanes = sublanes(collectives, info.ended)
     for sublane in sorted(set(lanes)):
@@ -154,4 +144,6 @@ def _collective_slices(
             args |= {"end_after": time(one.pending_at or one.launched), "end_before": time(one.ended)}
         else:
             args["unfinished"] = True
-        yield slice_of(first + sublane, f"{one.kind} {one.label}", "collective", one.launched, one.ended or info.ended, **args)
+        yield _slice(
+            info, first + sublane, f"{one.kind} {one.label}", "collective", one.launched, one.ended or info.ended, **args
+        )
