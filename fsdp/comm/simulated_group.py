@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.utils._pytree import tree_leaves
 
-from fsdp.comm.routed_group import Beside, RoutedWork
+from fsdp.comm.routed_group import COLLECTIVES, MESSAGES, Beside, RoutedWork
 from fsdp.errors import ShardingError, WorldError
 
 c10d_bindings: Any = torch._C._distributed_c10d
@@ -161,7 +161,6 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     pg_name = group_name
 
-    @_of_ordinary_tensors
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         for tensor in tensors:
             self._reduce(tensor, opts)
@@ -192,14 +191,12 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         flat.view(self.comm.size, -1)[self.comm.rank] = chunk.reshape(-1)
         self.comm.all_gather(flat, "torch").wait()
 
-    @_of_ordinary_tensors
     def all_gather_single(self, output: Tensor, chunk: Tensor, opts: Any = None) -> Any:
         self._fill(output, chunk)
         return _done([output])
 
     _allgather_base = all_gather_single
 
-    @_of_ordinary_tensors
     def all_gather_single_coalesced(self, outputs: list[Tensor], chunks: list[Tensor], opts: Any = None) -> Any:
         for output, chunk in zip(outputs, chunks, strict=True):
             self._fill(output, chunk)
@@ -207,14 +204,12 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    @_of_ordinary_tensors
     def allgather(self, outputs: list[list[Tensor]], chunks: list[Tensor], opts: Any = None) -> Any:
         for output, chunk in zip(outputs, chunks, strict=True):
             for one, value in zip(output, self._gathered(chunk), strict=True):
                 one.copy_(value)
         return _done(outputs)
 
-    @_of_ordinary_tensors
     def reduce_scatter_single(self, output: Tensor, chunks: Tensor, opts: Any = None) -> Any:
         kind = _kind_of(opts)
         if kind not in ("SUM", "AVG"):
@@ -226,7 +221,6 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     _reduce_scatter_base = reduce_scatter_single
 
-    @_of_ordinary_tensors
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], chunks: list[Tensor], opts: Any = None) -> Any:
         for output, of_all in zip(outputs, chunks, strict=True):
             self.reduce_scatter_single(output, of_all, opts)
@@ -234,7 +228,6 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    @_of_ordinary_tensors
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         for tensor in tensors:
             contiguous = tensor.contiguous()
@@ -243,20 +236,17 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
                 tensor.copy_(contiguous)
         return _done(tensors)
 
-    @_of_ordinary_tensors
     def scatter(self, outputs: list[Tensor], chunks: list[list[Tensor]], opts: Any) -> Any:
         sent = self.comm.gather_objects([chunk.clone() for chunk in chunks[0]] if chunks else None, "torch")
         outputs[0].copy_(sent[opts.rootRank][self.comm.rank])
         return _done(outputs)
 
-    @_of_ordinary_tensors
     def gather(self, outputs: list[list[Tensor]], chunks: list[Tensor], opts: Any = None) -> Any:
         gathered = self._gathered(chunks[0])
         for output in outputs:  # none on the other ranks
             torch._foreach_copy_(output, [*gathered])
         return _done(chunks)
 
-    @_of_ordinary_tensors
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         for tensor in tensors:
             reduced = tensor.clone()
@@ -265,20 +255,17 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
                 tensor.copy_(reduced)
         return _done(tensors)
 
-    @_of_ordinary_tensors
     def reduce_scatter(self, outputs: list[Tensor], chunks: list[list[Tensor]], opts: Any = None) -> Any:
         for output, of_all in zip(outputs, chunks, strict=True):
             self.reduce_scatter_single(output, torch.stack(of_all), opts)
         return _done(outputs)
 
-    @_of_ordinary_tensors
     def alltoall(self, outputs: list[Tensor], chunks: list[Tensor], opts: Any = None) -> Any:
         sent = self.comm.gather_objects([chunk.clone() for chunk in chunks], "torch")
         for output, of_rank in zip(outputs, sent, strict=True):
             output.copy_(of_rank[self.comm.rank])
         return _done(outputs)
 
-    @_of_ordinary_tensors
     def all_to_all_single(
         self, output: Tensor, given: Tensor, of_output: list[int], of_input: list[int], opts: Any = None
     ) -> Any:
@@ -292,12 +279,10 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     alltoall_base = all_to_all_single
 
-    @_of_ordinary_tensors
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> RoutedWork:
         work = self.comm.message(tensors[0].contiguous(), self.comm.rank, target, tag)
         return RoutedWork(work, work, self.beside)
 
-    @_of_ordinary_tensors
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> RoutedWork:
         work = self.comm.message(tensors[0], source, self.comm.rank, tag)
         return RoutedWork(work, work, self.beside)
@@ -310,10 +295,13 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         # torch 2.15 would record a group that has a device while it makes it, which it can only do with groups of its own
         return [torch.device("cpu")] * (self in c10d._world.pg_names)
 
-    @_of_ordinary_tensors
     def barrier(self, opts: Any = None) -> Any:
         self.comm.gather_objects(None, "torch")
         return _done([])
+
+
+for _name in {*COLLECTIVES, *MESSAGES}.intersection(vars(SimulatedGroup)):
+    setattr(SimulatedGroup, _name, _of_ordinary_tensors(vars(SimulatedGroup)[_name]))
 
 
 def _kind_of(opts: Any) -> str:
