@@ -146,23 +146,18 @@ def open_routed(group: dist.ProcessGroup | None, comms: CommContext) -> tuple[An
     if isinstance(one, RoutedGroup | SimulatedGroup):
         comms = comms._replace(routed=tuple(dict.fromkeys((*comms.routed, one.comm))))
         one.beside.update(comms.each().values())
-        _join_waits(comms)
+        if (joint := comms.joint.monitor) is not None:  # let the ranks of all groups find out that they wait for each other
+            monitors = [comm.monitor for comm in comms.each().values() if comm.monitor is not None]
+            for monitor in monitors:
+                monitor.joint_waits = JointWaits(joint, monitors)
         return one, comms
     peers = comms.joint.monitor
     if isinstance(peers, DevicePeerMonitor) and _carries_on_device(one):
-        peers.expect_uncounted_launches()
+        peers.counts_all = False
         if one not in _abortable:
             _abortable.add(one)
             peers.aborts.append(partial(_abort, weakref.ref(one)))
     return group, comms
-
-
-def _join_waits(comms: CommContext) -> None:
-    """Let the ranks of all groups of a root find out that they wait for each other."""
-    monitors = [comm.monitor for comm in comms.each().values() if comm.monitor is not None]
-    if (joint := comms.joint.monitor) is not None:
-        for one in monitors:
-            one.joint_waits = JointWaits(joint, monitors)
 
 
 def _routed_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -205,12 +200,7 @@ def _row_and_column(shape: Sequence[int], rank: int, ranks: int) -> tuple[tuple[
     return tuple(range(row * shape[1], (row + 1) * shape[1])), tuple(range(column, ranks, shape[1]))
 
 
-_Ranks: TypeAlias = tuple[int, ...] | None
-
-
-def _simulated_ranks(
-    here: simulated.SimulatedRank, process_group: Any, mesh: Any, mesh_kind: MeshKind
-) -> tuple[_Ranks, _Ranks, _Ranks]:
+def _simulated_ranks(here: simulated.SimulatedRank, process_group: Any, mesh: Any, mesh_kind: MeshKind) -> tuple[Any, Any, Any]:
     """The ranks that share the shards of this one, those that hold the same shards, and all. None: this rank alone."""
     if mesh_kind is not MeshKind.HYBRID:
         group = mesh.get_group() if mesh is not None else process_group

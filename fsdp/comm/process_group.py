@@ -31,7 +31,9 @@ from fsdp.errors import ShardingError
 _GATHER: Final = c10d.AllgatherOptions()  # type: ignore[attr-defined]
 _SCATTER: Final = c10d.ReduceScatterOptions()
 _EXCHANGE: Final = c10d.AllToAllOptions()
-for _options in (_GATHER, _SCATTER, _EXCHANGE):
+_ALL_REDUCE: Final[dict[str, Any]] = {"sum": c10d.AllreduceOptions(), "max": c10d.AllreduceOptions()}
+_ALL_REDUCE["max"].reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+for _options in (_GATHER, _SCATTER, _EXCHANGE, *_ALL_REDUCE.values()):
     _options.asyncOp = True
 _LARGE: Final = 2**16
 """Chunks of at least this many bytes are gathered inside a host by W broadcasts, which then take less time than gloo's gather."""
@@ -151,10 +153,7 @@ class ProcessGroupCommunicator(Communicator):
         if fixed_order and op == "sum":
             gather = partial(self.all_gather, label=label)
             return DeterministicAllReduce(partial(self._exchange, label), gather, tensor, self.rank, self.size)
-        options = c10d.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
-        options.asyncOp = True
-        return self._launch("all_reduce", label, tensor, lambda group: group.allreduce([tensor], options))
+        return self._launch("all_reduce", label, tensor, lambda group: group.allreduce([tensor], _ALL_REDUCE[op]))
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
         data = as_bytes(tensor)
@@ -204,7 +203,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
 
     def __init__(self, group: dist.ProcessGroup, name: str, peers: PeerMonitor) -> None:
         super().__init__(group, name, peers)
-        self._on_one_host = peers.count_hosts() == 1
+        self._on_one_host = peers.neighbours.count_hosts() == 1
 
     def _start_gather(self, unsharded: Tensor, own: Tensor, group: dist.ProcessGroup) -> Any:
         on_host, chunk = unsharded.device.type == "cpu", own.numel()

@@ -24,7 +24,7 @@ class Neighbours:
             store.add("hosts", 1)
 
     def count_hosts(self) -> int:
-        """The number of hosts on which ranks have signed in. 1 on systems other than Linux."""
+        """The number of hosts on which ranks have signed in: after `PeerMonitor.meet` the same on all. 1 except on Linux."""
         return self._store.add("hosts", 0)
 
     def dead(self) -> set[int]:

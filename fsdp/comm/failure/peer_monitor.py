@@ -60,11 +60,6 @@ class Abandonment(NamedTuple):
     launched: dict[str, int]
     """The launches of that one on a device, by communicator."""
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether `rank` cannot speak for itself."""
-        return self.reason.startswith(_GONE)
-
 
 def abandoned_by(
     rank: int, unit: str | None, reason: str, remedy: str = " This step is over here too; start it again on all ranks, or end."
@@ -166,7 +161,7 @@ class PeerMonitor:
         """The last epoch whose abandoned step this rank has written to the store, or tried to."""
         self._written = -1
         """The last epoch whose abandoned step is in the store."""
-        self._neighbours = Neighbours(store, rank)
+        self.neighbours = Neighbours(store, rank)
         self._process, self._exit_published = os.getpid(), False
         self.connections: dict[str, Any] = {}
         """For each communicator with connections of its own: the process group for its collectives on the host."""
@@ -203,10 +198,6 @@ class PeerMonitor:
             WorldError: another rank waits in another call.
         """
         self.sequences[OPENING].check_call(OPENS, OPENS, 0)
-
-    def count_hosts(self) -> int:
-        """The number of hosts of the group, the same on all ranks. To be called after `meet`."""
-        return self._neighbours.count_hosts()
 
     def _connect_comm(self, name: str) -> None:
         self.detector.open(name)
@@ -407,7 +398,8 @@ class PeerMonitor:
             while here and time.monotonic() < end:
                 found = self.abandonments(self._epoch)
                 know = {*(one.writer for one in found), *self._ended_ranks()}
-                if {self.ranks[rank] for rank in know} | {one.rank for one in found if one.is_lost} >= {*self.ranks}:
+                lost = {one.rank for one in found if one.reason.startswith(_GONE)}
+                if {self.ranks[rank] for rank in know} | lost >= {*self.ranks}:
                     return
                 time.sleep(0.02)
 
@@ -427,7 +419,7 @@ class PeerMonitor:
         """The other ranks that have ended."""
         some = self._store.check(["ended"])
         others = [rank for rank in range(len(self.ranks)) if rank != self._rank]
-        dead = self._neighbours.dead()
+        dead = self.neighbours.dead()
         return [rank for rank in others if rank in dead or (some and self._store.check([f"gone/{rank}"]))]
 
     def _publish_exit(self) -> None:

@@ -94,8 +94,8 @@ class DevicePeerMonitor(PeerMonitor):
     ) -> None:
         self.aborts: list[Callable[[], None]] = []
         """For each communicator, the function that aborts its collectives in flight."""
-        self._counts_all = True
-        """Whether all launches that this rank may wait for are counted."""
+        self.counts_all = True
+        """Whether all launches that this rank may wait for are counted. Those in a group of the user are not."""
         self._launched = Counter[str]()
         """The number of launches of each communicator since the group was opened."""
         self._last: Callable[[], PendingCall] | None = None
@@ -111,10 +111,6 @@ class DevicePeerMonitor(PeerMonitor):
         super().__init__(store, scope, ranks, rank, connect, time_out)
         self._publishes = True
         watchdog.add(self)
-
-    def expect_uncounted_launches(self) -> None:
-        """From now on, this rank may wait for launches that are not counted, in a group of the user."""
-        self._counts_all = False
 
     def _start(self) -> None:
         self._last = None  # before there is a new detector, which must not publish a call of the old epoch
@@ -196,7 +192,7 @@ class DevicePeerMonitor(PeerMonitor):
         failures = self.abandonments(epoch)
         writers = {writer for *_, writer, _ in failures}
         for rank, unit, reason, _, theirs in failures:
-            if _is_more(launched, theirs) or not (self._counts_all or self._rank in writers):
+            if _is_more(launched, theirs) or not (self.counts_all or self._rank in writers):
                 raise abandoned_by(rank, unit, reason, remedy="")
         # before it is said that a rank has ended: it may have written first why no rank can go on
         self.detector.read_fatal()

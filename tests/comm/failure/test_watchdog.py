@@ -124,7 +124,7 @@ def test_a_rank_that_may_wait_in_a_group_of_the_user_is_freed_as_well() -> None:
     users = [Event(), Event()]
     for one, aborted in zip((waiting, failing), users, strict=True):
         one.lines.aborts.append(aborted.set)
-        one.lines.expect_uncounted_launches()
+        one.lines.counts_all = False
     has_time([waiting, failing])
     failing.lines.abandon("blocks.1", ValueError("no"))
     error = waiting.refused()
@@ -135,7 +135,7 @@ def test_a_rank_that_may_wait_in_a_group_of_the_user_is_freed_as_well() -> None:
 def test_ranks_that_failed_alike_keep_the_groups_of_the_user() -> None:
     ranks = ranks_that_launched(*STEADY)
     for one in ranks:
-        one.lines.expect_uncounted_launches()
+        one.lines.counts_all = False
     assert not any(together(*(lambda one=one: one.lines.abandon("blocks.1", ValueError("no")) for one in ranks)))
     assert not any(together(*(lambda one=one: one.launch("b") for one in ranks)))
     has_time(ranks)
@@ -314,7 +314,7 @@ def test_what_was_said_of_a_step_is_not_compared_with_the_next_one(monkeypatch: 
 def test_a_rank_that_waits_for_one_that_ended_is_freed_and_notified(killed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting, ending = ranks_that_launched(*STEADY)
     if killed:
-        monkeypatch.setattr(waiting.lines._neighbours, "dead", lambda: {1})
+        monkeypatch.setattr(waiting.lines.neighbours, "dead", lambda: {1})
     else:
         ending.lines.on_exit()
     waiting.launch("b")
@@ -332,7 +332,7 @@ def test_who_is_done_may_end() -> None:
 def test_who_has_destroyed_the_group_may_end_unheard(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = ranks_that_launched("a", "b")
     other.lines.close()
-    monkeypatch.setattr(one.lines._neighbours, "dead", lambda: {1})
+    monkeypatch.setattr(one.lines.neighbours, "dead", lambda: {1})
     has_time([one])
 
 
