@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsdp.comm.failure.peer_monitor import PeerMonitor
 from fsdp.comm.failure.pending_call import Wait
-from fsdp.comm.work import DONE, CopyBack, Work
+from fsdp.comm.work import DONE, CopyBack, Work, Works
 from fsdp.errors import PeerFailed, WorldError
 
 ReduceOp = Literal["sum", "max"]
@@ -68,8 +68,8 @@ class Communicator:
         return False
 
     def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
-        """`reduce_scatter` each bucket, all as one operation of the backend."""
-        raise NotImplementedError
+        """`reduce_scatter` each bucket, where the backend supports that all as one operation of it."""
+        return Works([self.reduce_scatter(bucket, chunk, label) for bucket, chunk in zip(buckets, into, strict=True)])
 
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
         """Bytes that a `reduce_scatter` of `bucket` allocates until its `wait` returns."""

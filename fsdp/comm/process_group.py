@@ -37,8 +37,6 @@ for _options in (_GATHER, _SCATTER, _EXCHANGE, *_ALL_REDUCE.values()):
     _options.asyncOp = True
 _LARGE: Final = 2**16
 """Chunks of at least this many bytes are gathered inside a host by W broadcasts, which then take less time than gloo's gather."""
-
-
 FORKED: Final = (
     "a collective is called in a process that was forked from a rank, such as a worker of a DataLoader, which has no connections "
     "of its own and would wait for ever. Compute in the rank itself; give the worker data or plain tensors."

@@ -35,7 +35,7 @@ from fsdp.comm.simulated_ops import (
     move_sums,
     move_total,
 )
-from fsdp.comm.work import Work, Works
+from fsdp.comm.work import Work
 from fsdp.errors import FEWER_BATCHES, PeerFailed, ShardingError, WorldError, name_ranks
 
 T = TypeVar("T")
@@ -190,10 +190,6 @@ class SimulatedCommunicator(Communicator):
         mark_written(into)
         side = Side(f"reduce_scatter({label!r}, {describe(bucket)})", label, move_sums, (given, target))
         return self._launch("reduce_scatter", side, bucket.nbytes - into.nbytes)
-
-    def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
-        """As `Communicator.reduce_scatter_coalesced`. Only tests come here: they replace `supports_coalescing`."""
-        return Works([self.reduce_scatter(bucket, chunk, label) for bucket, chunk in zip(buckets, into, strict=True)])
 
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
         """Zero: the sum is written to its place at once."""

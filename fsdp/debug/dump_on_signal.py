@@ -16,7 +16,6 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Final
 
 from fsdp.debug.answer_who import FRAMES, answer_questions
@@ -54,7 +53,7 @@ def dump_on_signal(number: int = signal.SIGUSR1) -> None:
     taken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     if taken == -1:
         _sockets.append((reader, writer))
-        signal.signal(number, _do_nothing)
+        signal.signal(number, lambda *_: None)  # without a handler the signal would end the process
         threading.Thread(target=_print_when_woken, args=(reader, number), name="fsdp dump", daemon=True).start()
     else:
         signal.set_wakeup_fd(taken)
@@ -75,8 +74,7 @@ def remember(snapshot: Callable[[], EngineSnapshot]) -> None:
 def living_snapshots() -> Iterator[EngineSnapshot]:
     """A snapshot of each model of this process."""
     for reference in list(_snapshots):
-        snapshot = reference()
-        if snapshot is not None:
+        if (snapshot := reference()) is not None:
             yield snapshot()
 
 
@@ -114,7 +112,3 @@ def _print_when_woken(reader: socket.socket, number: int) -> None:
     while woken := reader.recv(64):
         if number in woken:
             _print()
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Handles the signal, which would end the process without a handler. The thread prints."""

@@ -89,7 +89,7 @@ class Recorder:
         self._memory: list[Any] = []
         self.collectives: list[Collective] = []
         """Every collective, in the order of their launches."""
-        self._in_flight: dict[Collective, Work] = {}
+        self.in_flight: dict[Collective, Work] = {}
         # these take the fields of one record, or of several
         self.add_event: Callable[[tuple[int, int, Event]], None] = self._events.extend
         self.add_phase: AddRecord = self._phases.extend
@@ -115,7 +115,7 @@ class Recorder:
     def look(self, now: int) -> None:
         """Ask the collectives in flight whether they have ended. See [Note: when a collective ends]."""
         self.next_look = now + LOOK_EVERY
-        for one, work in list(self._in_flight.items()):
+        for one, work in list(self.in_flight.items()):
             is_completed = getattr(work, "is_completed", None)
             if is_completed is not None and not is_completed():
                 one.pending_at = now
@@ -123,7 +123,7 @@ class Recorder:
             if is_completed is not None:
                 # after the answer, because the system may have stopped this process since `now`
                 one.ended = perf_counter_ns()
-            del self._in_flight[one]
+            del self.in_flight[one]
 
     def launch(self, comm: str, size: int, kind: str, label: str, received: int, launch: Callable[[], Work]) -> Work:
         """Launch a collective of the communicator `comm` of `size` ranks, and look at it until it ends.
@@ -133,19 +133,9 @@ class Recorder:
         one = Collective(comm, size, kind, label, received)
         self.collectives.append(one)
         one.launched = perf_counter_ns()
-        work = self._in_flight[one] = launch()
+        work = self.in_flight[one] = launch()
         one.returned = one.pending_at = perf_counter_ns()
         return RecordedWork(work, one, self)
-
-    def wait(self, one: Collective, work: Work) -> None:
-        """Wait for a collective."""
-        began = perf_counter_ns()
-        work.wait()
-        one.wait_began, one.wait_ended = began, perf_counter_ns()
-        one.ended = one.ended or one.wait_ended
-        self._in_flight.pop(one, None)
-        if one.wait_ended - began > NO_WAIT:
-            self.look(one.wait_ended)
 
 
 def _records(fields: Sequence[Any], count: int) -> Iterator[tuple[Any, ...]]:
@@ -201,4 +191,10 @@ class RecordedWork:
         self._recorder = recorder
 
     def wait(self) -> None:
-        self._recorder.wait(self._collective, self._work)
+        one, began = self._collective, perf_counter_ns()
+        self._work.wait()
+        one.wait_began, one.wait_ended = began, perf_counter_ns()
+        one.ended = one.ended or one.wait_ended
+        self._recorder.in_flight.pop(one, None)
+        if one.wait_ended - began > NO_WAIT:
+            self._recorder.look(one.wait_ended)
