@@ -1,9 +1,9 @@
-"""Gathers of several ranges: by one all-gather, or by a broadcast of each range from the rank that has it."""
+"""Several tensors at once: gathered by one all-gather, or broadcast from the ranks that have them."""
 
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.work import Work
@@ -85,3 +85,23 @@ def gather_parts(
             place.copy_(mine.reshape(-1))
     broadcast_all(places, comm, label)
     return full
+
+
+@torch.no_grad()
+def broadcast_buffers(modules: Iterable[nn.Module], world_comm: Communicator, source: int = 0, label: str = "buffers") -> None:
+    """Overwrite every buffer of `modules` with those of rank `source`.
+
+    Traffic: one broadcast for each dtype and device.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for buffer in dict.fromkeys(buffer for module in modules for buffer in module.buffers()):
+        if buffer.numel():
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for buffers in kinds.values():
+        mine = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        together = mine.clone()
+        world_comm.broadcast(together, source, label).wait()
+        # equal buffers are not written, because a graph may have saved them
+        if not torch.equal(together, mine):
+            for buffer, values in zip(buffers, torch.split(together, [one.numel() for one in buffers]), strict=True):
+                buffer.copy_(values.view(buffer.shape))
