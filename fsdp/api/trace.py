@@ -130,7 +130,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     engines = engines_in(model, "trace")
     for engine in engines:
         refuse_unless_resting("trace", engine)
-        if engine.phases.is_recorded:
+        if engine.phases.add_record is not None:
             raise ShardingError("trace: this model is traced already; leave the outer `with fsdp.trace(model)` block first.")
     found = Trace(engines)
     found.begin()

@@ -156,8 +156,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def group_name(self) -> str:
-        name: str = c10d._world.pg_names[self]
-        return name
+        return str(c10d._world.pg_names[self])
 
     pg_name = group_name
 

@@ -38,16 +38,12 @@ class Phases:
         self._effects = effects
         self._plain_actions = dict(actions)
         self._plain_effects = [dict(one) for one in effects]
-        self._add_record: AddRecord | None = None
+        self.add_record: AddRecord | None = None
+        """Records the phases for a trace."""
         self._first = 0
         """The number of the first unit in records."""
         self.named = False
         """Whether phases are named for a profiler."""
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether a trace records the phases."""
-        return self._add_record is not None
 
     def set_named(self, named: bool) -> None:
         """From now on, name the phases for a profiler, or do not."""
@@ -56,7 +52,7 @@ class Phases:
 
     def set_recorder(self, add_record: AddRecord | None, first: int = 0) -> None:
         """From now on, call `add_record` after every phase, with units numbered from `first` on. None: call nothing."""
-        self._add_record, self._first = add_record, first
+        self.add_record, self._first = add_record, first
         self._replace_handlers()
 
     def _replace_handlers(self) -> None:
@@ -73,8 +69,8 @@ class Phases:
         """
         if self.named:
             handler = partial(_name, handler, [f"fsdp::{phase} {name}" for name in self._units[first:]])
-        if self._add_record is not None and phase not in _BRIEF:
-            handler = partial(_record, handler, self._add_record, phase, self._first + first)
+        if self.add_record is not None and phase not in _BRIEF:
+            handler = partial(_record, handler, self.add_record, phase, self._first + first)
         return handler
 
 
