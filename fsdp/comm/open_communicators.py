@@ -315,9 +315,7 @@ def _peers_in(group: dist.ProcessGroup) -> PeerMonitor | None:
 
 
 def _meet(group: dist.ProcessGroup) -> None:
-    """`PeerMonitor.meet` of a group."""
-    peers = _peers_in(group)
-    if peers is not None:
+    if (peers := _peers_in(group)) is not None:
         peers.meet()
 
 
@@ -356,9 +354,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _abort(reference: "weakref.ref[dist.ProcessGroup]") -> None:
-    """Abort the collectives that a group has in flight on its device."""
-    group = reference()
-    if group is not None:
+    if (group := reference()) is not None:
         group._get_backend(_CUDA).abort()
 
 
@@ -382,7 +378,6 @@ def _is_of_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def _peers(group: dist.ProcessGroup) -> PeerMonitor | None:
-    """Make the monitor that all communicators over the ranks of a group share."""
     if dist.get_backend(group) == "fake":
         return None
     store, on_device = c10d._get_default_store(), _carries_on_device(group)

@@ -3,6 +3,7 @@
 A rank is a process there, and a lane is a thread. Times are microseconds since the trace began.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -104,20 +105,15 @@ def _slices(recorder: Recorder, info: TraceInfo) -> Iterator[dict[str, Any]]:
     held: dict[tuple[int, str], int] = {}
     for moment, root, kind, count in recorder.memory:
         held[root, kind] = count
-        by_kind: dict[str, int] = {}
+        by_kind = Counter[str]()
         for (_, one), size in held.items():
-            name = MEMORY_KINDS.get(one, one)
-            by_kind[name] = by_kind.get(name, 0) + size
+            by_kind[MEMORY_KINDS.get(one, one)] += size
         yield {"ph": "C", "pid": rank, "tid": 0, "name": "bytes held", "cat": "memory", "ts": time(moment), "args": by_kind}
-    for lane, collectives in _by_lane(recorder.collectives).items():
+    lanes: dict[tuple[int, str], list[Collective]] = {}
+    for collective in recorder.collectives:
+        lanes.setdefault(COLLECTIVE_LANES.get(collective.kind, OTHER_LANE), []).append(collective)
+    for lane, collectives in lanes.items():
         yield from _collective_slices(lane, collectives, info)
-
-
-def _by_lane(collectives: Sequence[Collective]) -> dict[tuple[int, str], list[Collective]]:
-    found: dict[tuple[int, str], list[Collective]] = {}
-    for one in collectives:
-        found.setdefault(COLLECTIVE_LANES.get(one.kind, OTHER_LANE), []).append(one)
-    return found
 
 
 def _collective_slices(lane: tuple[int, str], collectives: Sequence[Collective], info: TraceInfo) -> Iterator[dict[str, Any]]:

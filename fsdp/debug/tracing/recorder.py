@@ -139,7 +139,6 @@ class Recorder:
 
 
 def _records(fields: Sequence[Any], count: int) -> Iterator[tuple[Any, ...]]:
-    """The records, of `count` fields each."""
     return zip(*[iter(fields)] * count, strict=True)
 
 
