@@ -300,7 +300,6 @@ def make_config(
     _check_count("prefetch", prefetch, "units", 0)
     check_flag("guard", guard, or_none=True)
     guarded = os.environ.get(GUARD_VARIABLE) == "1" if guard is None else guard
-    keep_root = reshard_after_forward is not True
     reduction = ReductionPolicy() if reduction is None else reduction
     if not isinstance(reduction, ReductionPolicy):
         raise ShardingError(f"reduction must be a fsdp.ReductionPolicy, not {reduction!r}.")
@@ -335,7 +334,7 @@ def make_config(
         reshard_policy,
         mesh_kind,
         keeps_buckets,
-        keep_root,
+        reshard_after_forward is not True,
         mp_policy,
         guarded,
         prefetch,

@@ -113,7 +113,7 @@ class _Message(WatchedWork):
                 if is_of_backend(failure):
                     self._detector.explain_failure(failure, self._describe().where)
             except WorldError:
-                self._detector.disconnect()
+                self._detector.peers.disconnect()
                 raise
             raise
 

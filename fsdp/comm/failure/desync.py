@@ -33,7 +33,6 @@ from fsdp.comm.failure.pending_call import (
     describe_deadlock,
     evaluated_alone,
     is_deadlock,
-    place_of,
     remedies_for,
     text_of,
     where_of,
@@ -103,7 +102,7 @@ class DesyncDetector:
         """Why no rank of this group can go on."""
         self.host_waits = False
         """True while the pending call in the store is one that the host waits for."""
-        self._peers = peers
+        self.peers = peers
 
     def open(self, comm: str) -> "CallSequence":
         """Begin the sequence of calls on a communicator."""
@@ -122,7 +121,7 @@ class DesyncDetector:
             WorldError: it does, because the ranks disagree.
         """
         wait, self.wait = self.wait, None
-        self._peers.check_peers(False, pending.where, stalled=True)
+        self.peers.check_peers(False, pending.where, stalled=True)
         self.host_waits = True
         self.publish(pending)
         if self.fatal is None:
@@ -133,10 +132,10 @@ class DesyncDetector:
                 if self.read_calls() == found:  # all were read at different times, and are now known to hold at one time
                     for rank, one in found.items():
                         if one.is_restart:
-                            self._peers.report_restart(rank)
+                            self.peers.report_restart(rank)
                     self.fatal = describe_deadlock(found, self.ranks, absent_ranks)
             if self.fatal is None:
-                self.fatal = self._peers.find_joint_deadlock(pending)
+                self.fatal = self.peers.find_joint_deadlock(pending)
             if self.fatal is not None:
                 self.store.set("fatal", self.fatal)
                 self._count_as_known()
@@ -155,7 +154,7 @@ class DesyncDetector:
     def raise_fatal(self) -> None:
         """Raise WorldError if a rank has found that no rank can go on."""
         if self.fatal is not None:
-            self._peers.disconnect()  # so that ranks that wait for this one read the reason at once
+            self.peers.disconnect()  # so that ranks that wait for this one read the reason at once
             self._let_others_read()
             raise WorldError(self.fatal)
 
@@ -189,7 +188,7 @@ class DesyncDetector:
         # the kernel says "Connection timed out" of a host that is lost; gloo waited for a call in the other case
         timed_out = "imed out" in str(failure).replace("Connection timed out", "")
         try:
-            self._peers.check_peers(not timed_out, where)
+            self.peers.check_peers(not timed_out, where)
         except WorldError as reason:
             raise reason from failure
         except RuntimeError:
@@ -201,15 +200,11 @@ class DesyncDetector:
             f"library. {FEWER_BATCHES}"
         )
 
-    def disconnect(self) -> None:
-        """Close the connections of the group."""
-        self._peers.disconnect()
-
     def clear(self) -> None:
         """The call that the host waited for has ended: remove it from the store."""
         self.host_waits, self.wait = False, None
         self.store.set(f"waits/{self.rank}", "null")
-        self._peers.end_joint_wait()
+        self.peers.end_joint_wait()
 
     def read_fatal(self) -> None:
         """Read whether a rank has found that no rank can go on."""
@@ -238,7 +233,7 @@ class DesyncDetector:
             if ahead and self.store.add(pending.key, 0) >= self.size:
                 ahead = []  # all ranks are counted by now: the others have launched the same call
             if pending.is_restart and (ahead or len(calls) > 1):
-                self._peers.report_restart(rank)
+                self.peers.report_restart(rank)
             if ahead or len(calls) > 1:
                 followers = sorted({*calls.pop(pending.agreed, ()), *ahead})
                 parts = [f"{self._name_all(ranks)} called {call}" for call, ranks in calls.items()]
@@ -246,11 +241,10 @@ class DesyncDetector:
                 alone = [self.ranks[one] for one in evaluated_alone(counts)]
                 causes = remedies_for([*calls, *([pending.agreed] if followers else [])], alone)
                 remedy = " ".join(causes if alone else (REMEDY, *causes))
-                if followers:
-                    agreed = f"the agreed schedule has {pending.agreed}, which {self._name_all(followers)} followed"
-                    desync = desync or f"{place_of(pending)}: {' and '.join(parts)} where {agreed}. {remedy}"
-                else:
-                    desync = desync or f"{place_of(pending)}: {parts[0]} where {' and '.join(parts[1:])}. {remedy}"
+                agreed = f"the agreed schedule has {pending.agreed}, which {self._name_all(followers)} followed"
+                first, others = map(" and ".join, (parts, [agreed]) if followers else (parts[:1], parts[1:]))
+                place = f"operation {pending.number} of communicator {pending.comm!r}"
+                desync = desync or f"The ranks disagree on {place}: {first} where {others}. {remedy}"
         return desync
 
     def _name_all(self, ranks: Sequence[int]) -> str:
@@ -401,7 +395,7 @@ class WatchedWork:
 
     def _wait_until_over(self) -> None:
         """Disconnect and wait up to 2 s for the end of the collective: the caller releases the memory that it writes to."""
-        self._detector.disconnect()
+        self._detector.peers.disconnect()
         begin = time.monotonic()
         while not self._work.is_completed() and time.monotonic() - begin < 2.0:
             time.sleep(0.01)

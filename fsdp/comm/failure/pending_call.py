@@ -102,10 +102,6 @@ def where_of(kind: str, label: str) -> str:
     return kind if kind == RESTART_CALL else f"{kind} of {label}"
 
 
-def place_of(pending: PendingCall) -> str:
-    return f"The ranks disagree on operation {pending.number} of communicator {pending.comm!r}"
-
-
 def remedies_for(calls: Iterable[str], alone: Sequence[int] = ()) -> list[str]:
     """What may help ranks that wait in different calls, the likely cause first. `alone`: the ranks that have evaluated alone."""
     calls = list(calls)
