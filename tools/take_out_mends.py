@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -35,133 +34,98 @@ def _nothing(*args: Any) -> None:
     """What is left of a mend."""
 
 
-def _flags_at_the_forward_only() -> None:
-    sync = Unit.sync_requires_grad
-
-    def outside_backwards(unit: Unit) -> None:
-        if torch._C._current_graph_task_id() == -1:
-            sync(unit)
-
-    patch.object(Unit, "sync_requires_grad", outside_backwards).start()
+_sync_flags: Final = Unit.sync_requires_grad
 
 
-def _flags_of_shards_only() -> None:
-    patch.object(FlatBuffer, "take_requires_grad", lambda flat: False).start()
-
-
-def _steps_of_unreduced_gradients() -> None:
-    patch.object(Engine, "has_unreduced_grads", False).start()
-    patch.object(accumulated, "UnreducedGrad", accumulated.ShardTensor).start()
-
-
-def _sizes_of_parts() -> None:
-    patch.object(ShardTensor, "shape", property(lambda shard: torch.Size(shard.shard_info.local_shape))).start()
-
-
-def _gradients_of_before() -> None:
-    patch.object(Unit, "begin_pending", _nothing).start()
-
-
-def _gradients_that_modules_show() -> None:
-    patch.object(Unit, "on_listed", lambda unit, _: unit.sync_requires_grad()).start()
-
-
-def _any_removal_of_hooks() -> None:
-    patch.object(FlatBuffer, "refuse_removed_hook", _nothing).start()
-
-
-def _recomputes_in_post_accumulate_hooks() -> None:
-    patch.object(forward_hooks, "in_grad_hook", lambda: False).start()
-
-
-def _any_parameter() -> None:
-    patch.object(Unit, "_refuse_put_in", _nothing).start()
-
-
-def _any_dtype_of_gradients() -> None:
-    patch.object(FlatBuffer, "refuse_grads_of_other_dtype", _nothing).start()
-
-
-def _data_where_it_was() -> None:
-    patch.object(FlatBuffer, "_are_at_home", lambda flat: True).start()
-
-
-def _changes_through_aliases() -> None:
-    patch.object(shard_tensor, "_count_change", _nothing).start()
-
-
-def _any_grad_dtype() -> None:
-    patch.object(ShardTensor, "grad_dtype", torch.Tensor.grad_dtype).start()
-
-
-def _forked_processes() -> None:
-    patch.object(Unit, "refuse_forked", _nothing).start()
-
-
-def _shards_made_in_inference_mode() -> None:
-    patch.object(wrap, "torch", SimpleNamespace(inference_mode=lambda on: nullcontext())).start()
-
-
-def _embeddings_that_renormalise() -> None:
-    patch.object(wrap, "check_renormalised", _nothing).start()
-
-
-def _lists_of_parameters() -> None:
-    patch.object(InterceptingParamDict, "_tell_that_listed", _nothing).start()
-
-
-def _flags_in_hooks() -> None:
-    patch.object(Unit, "refuse_changed_flags", _nothing).start()
-
-
-def _data_replaced_in_a_backward() -> None:
-    patch.object(Unit, "refuse_repointed", _nothing).start()
+def _sync_flags_outside_backwards(unit: Unit) -> None:
+    if torch._C._current_graph_task_id() == -1:
+        _sync_flags(unit)
 
 
 class Mend(NamedTuple):
-    """What takes a mend out, and an act at a moment, on the second unit or the first, that shows it."""
+    """An act at a moment, on the second unit or the first, that shows a mend; and what is replaced to take the mend out."""
 
-    take_out: Callable[[], None]
     act: str
     moment: str
+    patches: list[Any]
     block: int = 0
 
 
 MENDS: Final = {
     "requires_grad set between a forward and its backward": Mend(
-        _flags_at_the_forward_only, "evaluate with the model frozen, and thaw it", "between forward and backward"
+        "evaluate with the model frozen, and thaw it",
+        "between forward and backward",
+        [patch.object(Unit, "sync_requires_grad", _sync_flags_outside_backwards)],
     ),
-    "requires_grad set inside a forward": Mend(_flags_of_shards_only, "freeze a parameter", "in a pre-hook"),
+    "requires_grad set inside a forward": Mend(
+        "freeze a parameter", "in a pre-hook", [patch.object(FlatBuffer, "take_requires_grad", lambda flat: False)]
+    ),
     "steps and reads of gradients under no_sync": Mend(
-        _steps_of_unreduced_gradients, "optimizer.step()", "between micro-batches"
+        "optimizer.step()",
+        "between micro-batches",
+        [patch.object(Engine, "has_unreduced_grads", False), patch.object(accumulated, "UnreducedGrad", accumulated.ShardTensor)],
     ),
-    "the shape of a shard is that of its parameter": Mend(_sizes_of_parts, "read p.shape", "before a forward"),
-    "gradients that are not reduced yet": Mend(_gradients_of_before, "set p.grad to ones", "in a tensor hook", 1),
+    "the shape of a shard is that of its parameter": Mend(
+        "read p.shape",
+        "before a forward",
+        [patch.object(ShardTensor, "shape", property(lambda shard: torch.Size(shard.shard_info.local_shape)))],
+    ),
+    "gradients that are not reduced yet": Mend(
+        "set p.grad to ones", "in a tensor hook", [patch.object(Unit, "begin_pending", _nothing)], 1
+    ),
     "gradients that modules show in a backward": Mend(
-        _gradients_that_modules_show, "read a gradient of the root", "in a hook of an activation", 1
+        "read a gradient of the root",
+        "in a hook of an activation",
+        [patch.object(Unit, "on_listed", lambda unit, _: unit.sync_requires_grad())],
+        1,
     ),
-    "a hook that is removed before it has run": Mend(_any_removal_of_hooks, "remove the last hook", "in a tensor hook", 1),
+    "a hook that is removed before it has run": Mend(
+        "remove the last hook", "in a tensor hook", [patch.object(FlatBuffer, "refuse_removed_hook", _nothing)], 1
+    ),
     "forwards in a post-accumulate hook": Mend(
-        _recomputes_in_post_accumulate_hooks, "replace p.data, evaluate, put it back", "in a post-accumulate hook"
+        "replace p.data, evaluate, put it back",
+        "in a post-accumulate hook",
+        [patch.object(forward_hooks, "in_grad_hook", lambda: False)],
     ),
-    "a parameter that is put in inside a forward": Mend(_any_parameter, "replace a parameter", "in a pre-hook"),
-    "grad_dtype inside a forward": Mend(_any_dtype_of_gradients, "set p.grad_dtype", "in a pre-hook"),
-    "p.data is replaced and put back": Mend(_data_where_it_was, "replace p.data, evaluate, put it back", "before a forward"),
-    "weights changed through p.data": Mend(_changes_through_aliases, "change a weight through .data", "in a pre-hook", 1),
-    "grad_dtype": Mend(_any_grad_dtype, "set p.grad_dtype", "before a forward"),
+    "a parameter that is put in inside a forward": Mend(
+        "replace a parameter", "in a pre-hook", [patch.object(Unit, "_refuse_put_in", _nothing)]
+    ),
+    "grad_dtype inside a forward": Mend(
+        "set p.grad_dtype", "in a pre-hook", [patch.object(FlatBuffer, "refuse_grads_of_other_dtype", _nothing)]
+    ),
+    "p.data is replaced and put back": Mend(
+        "replace p.data, evaluate, put it back", "before a forward", [patch.object(FlatBuffer, "_are_at_home", lambda flat: True)]
+    ),
+    "weights changed through p.data": Mend(
+        "change a weight through .data", "in a pre-hook", [patch.object(shard_tensor, "_count_change", _nothing)], 1
+    ),
+    "grad_dtype": Mend(
+        "set p.grad_dtype", "before a forward", [patch.object(ShardTensor, "grad_dtype", torch.Tensor.grad_dtype)]
+    ),
     "changes of parameters that a backward lists": Mend(
-        _lists_of_parameters, "change a weight of the root in place", "in a recompute", 1
+        "change a weight of the root in place",
+        "in a recompute",
+        [patch.object(InterceptingParamDict, "_tell_that_listed", _nothing)],
+        1,
     ),
-    "requires_grad set in a hook of a backward": Mend(_flags_in_hooks, "freeze the model", "in a tensor hook", 1),
+    "requires_grad set in a hook of a backward": Mend(
+        "freeze the model", "in a tensor hook", [patch.object(Unit, "refuse_changed_flags", _nothing)], 1
+    ),
     "an evaluation with other weights inside a backward": Mend(
-        _data_replaced_in_a_backward, "replace p.data, evaluate, put it back", "in a recompute", 1
+        "replace p.data, evaluate, put it back", "in a recompute", [patch.object(Unit, "refuse_repointed", _nothing)], 1
     ),
-    "forked processes": Mend(_forked_processes, "call the model in a forked process", "before a forward"),
+    "forked processes": Mend(
+        "call the model in a forked process", "before a forward", [patch.object(Unit, "refuse_forked", _nothing)]
+    ),
     "models that are wrapped in inference mode": Mend(
-        _shards_made_in_inference_mode, "make and wrap a model in inference mode", "before a forward"
+        "make and wrap a model in inference mode",
+        "before a forward",
+        [patch.object(wrap, "torch", SimpleNamespace(inference_mode=lambda on: nullcontext()))],
     ),
     "embeddings with max_norm": Mend(
-        _embeddings_that_renormalise, "make and wrap a model whose embedding has max_norm", "before a forward"
+        "make and wrap a model whose embedding has max_norm",
+        "before a forward",
+        [patch.object(wrap, "check_renormalised", _nothing)],
     ),
 }
 BATCH: Final = 100
@@ -180,7 +144,8 @@ def is_noticed(name: str, programs: int) -> bool:
     mend = MENDS[name]
     pair = table.Pair(mend.act, mend.moment, mend.block, "FULL_SHARD")
     before = table.outcome(pair)
-    mend.take_out()
+    for one in mend.patches:
+        one.start()
     after = table.outcome(pair)
     print(
         f"{name}: {mend.act}, {mend.moment}: {before[0]}; without the mend: {(after[1].fault or after[0]).partition(chr(10))[0]}",
