@@ -15,9 +15,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -45,8 +46,8 @@ class Mutant(NamedTuple):
     table: str
     kind: str
     what: str
-    plant: Callable[[], Any]
-    """Puts it in place and returns how to undo that."""
+    planted: AbstractContextManager[Any]
+    """A context in which the row is changed."""
 
 
 # the changes
@@ -54,6 +55,7 @@ class Mutant(NamedTuple):
 
 def changed_rows(rows: Mapping[Any, Mapping[Any, Any]], words: Sequence[Any]) -> Iterator[tuple[str, str, Any, Any, Any]]:
     """Every change: its kind, its description, the state, the event, and the new step (None deletes the row)."""
+    rows = {**rows}  # the tables are changed between two of them
     for state, row in rows.items():
         template = next(step for one in rows.values() for step in one.values())
         for word in words:
@@ -88,21 +90,6 @@ def changed_actions(name: str, state: Any, word: Any, step: Any) -> Iterator[tup
         yield "actions swapped", f"{name}: {asked[i + 1].name} first", state, word, step._replace(**{field: swapped})
 
 
-def planter(holder: MutableMapping[Any, Any], key: Any, value: Any) -> Callable[[], Callable[[], None]]:
-    """Put `value` under `key`; the result puts back what was there."""
-
-    def plant() -> Callable[[], None]:
-        before = holder[key]
-        holder[key] = value
-
-        def undo() -> None:
-            holder[key] = before
-
-        return undo
-
-    return plant
-
-
 def with_step(row: Mapping[Any, Any], word: Any, step: Any) -> Row:
     """The row with one step changed or, for None, without it."""
     return {w: s for w, s in {**row, word: step}.items() if s is not None}
@@ -116,13 +103,12 @@ def copy_mutants() -> Iterator[Mutant]:
             for strategy, table in tuple(COPY_TABLES.items()):
                 if table is rows:
                     changed = {**rows, state: with_step(rows[state], word, step)}
-                    yield Mutant(name, kind, f"{strategy.name}: {what}", planter(tables, strategy, changed))
+                    yield Mutant(name, kind, f"{strategy.name}: {what}", patch.dict(tables, {strategy: changed}))
     for backward, event in GATHERS.items():
         for other in {one: None for one in GATHERS.values()}:
             if other is not event:
-                yield Mutant(
-                    "GATHERS", "other event", f"{backward.name}: {other.name}", planter(cast(Row, GATHERS), backward, other)
-                )
+                change = patch.dict(cast(Row, GATHERS), {backward: other})
+                yield Mutant("GATHERS", "other event", f"{backward.name}: {other.name}", change)
 
 
 def mutants() -> Iterator[Mutant]:
@@ -130,19 +116,20 @@ def mutants() -> Iterator[Mutant]:
     for bucket_kind, bucket_table in tuple(BUCKETS.items()):
         for kind, what, state, word, step in changed_rows(bucket_table, tuple(BucketEvent)):
             changed_table = {**bucket_table, state: with_step(bucket_table[state], word, step)}
-            yield Mutant(bucket_kind.name, kind, what, planter(cast(Row, BUCKETS), bucket_kind, changed_table))
+            yield Mutant(bucket_kind.name, kind, what, patch.dict(cast(Row, BUCKETS), {bucket_kind: changed_table}))
     tables = cast(Row, TABLES)
     for strategy, table in tuple(TABLES.items()):
         for kind, what, state, word, step in changed_rows(table, tuple(Event)):
             changed = {**table, state: with_step(table[state], word, step)}
-            yield Mutant(strategy.name, kind, what, planter(tables, strategy, changed))
+            yield Mutant(strategy.name, kind, what, patch.dict(tables, {strategy: changed}))
     for name, rows, words in (
         ("RESIDENCES", RESIDENCES, tuple(Request)),
         ("BACKWARD", BACKWARD, tuple(BackwardEvent)),
         ("UNITS", UNITS, tuple(UnitEvent)),
     ):
-        for kind, what, state, word, step in changed_rows(cast(Row, rows), words):
-            yield Mutant(name, kind, what, planter(cast(Row, rows), state, with_step(cast(Row, rows)[state], word, step)))
+        table = cast(Row, rows)
+        for kind, what, state, word, step in changed_rows(table, words):
+            yield Mutant(name, kind, what, patch.dict(table, {state: with_step(table[state], word, step)}))
     yield from copy_mutants()
 
 
@@ -168,13 +155,8 @@ def run_stories() -> None:
         stories.tell(story, strategy)
 
 
-def run_residency() -> None:
-    for case in cases(test_residency):
-        case()
-
-
-def run_staleness() -> None:
-    for case in cases(test_staleness):
+def run_cases(module: Any) -> None:
+    for case in cases(module):
         case()
 
 
@@ -189,11 +171,6 @@ def run_bucket_explorer() -> None:
         if scene.ranks == 1 or scene.name in QUICK:
             found = explore_buckets(scene)
             assert not found.violations, found.story
-
-
-def run_root() -> None:
-    for case in cases(test_root):
-        case()
 
 
 def run_properties() -> None:
@@ -220,23 +197,13 @@ QUICK = ("ordinary-shared", "ordinary-kept", "early", "early-kept")
 TESTS: Mapping[str, Callable[[], None]] = {
     "buckets": run_buckets,
     "stories": run_stories,
-    "root": run_root,
-    "residency": run_residency,
-    "staleness": run_staleness,
+    "root": partial(run_cases, test_root),
+    "residency": partial(run_cases, test_residency),
+    "staleness": partial(run_cases, test_staleness),
     "bucket-explorer": run_bucket_explorer,
     "explorer": run_explorer,
     "properties": run_properties,
 }
-
-
-@contextmanager
-def planted(mutant: Mutant) -> Iterator[None]:
-    """The mutant lives inside the block."""
-    undo = mutant.plant()
-    try:
-        yield
-    finally:
-        undo()
 
 
 def noticed_by(names: Sequence[str]) -> str | None:
@@ -268,7 +235,7 @@ def main() -> int:
         if tables is not None and mutant.table not in tables:
             continue
         total[mutant.table, mutant.kind] += 1
-        with planted(mutant):
+        with mutant.planted:
             name = noticed_by(names)
         if name is None:
             survivors.append(mutant)
