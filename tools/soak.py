@@ -31,7 +31,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -98,6 +98,18 @@ def held_now() -> Held:
     return Held(found.uordblks + found.hblkhd, len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
 
 
+class Speaker:
+    """Says about once a minute what was done, and what the process has."""
+
+    def __init__(self) -> None:
+        self._spoken = time.monotonic()
+
+    def say(self, done: str) -> None:
+        if time.monotonic() - self._spoken > SPOKEN:
+            self._spoken = time.monotonic()
+            print(f"{done}; {held_now()}", flush=True)
+
+
 class Drawn(NamedTuple):
     """One fault: its cell of the page, and whether rank 1 fails alone or every rank."""
 
@@ -135,7 +147,7 @@ def faults_of_rank(rank: int, folder: Path, seconds: float, seed: int, first: in
     store = dist.FileStore(str(folder / "store"), SIZE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=HANGS))
     found = dict[str, int]()
-    number, begin, spoken = first, time.monotonic(), time.monotonic()
+    number, begin, speaker = first, time.monotonic(), Speaker()
     cells, go_on, warm = reached(), torch.ones(1), held_now()
     with tight():
         while go_on:
@@ -151,9 +163,8 @@ def faults_of_rank(rank: int, folder: Path, seconds: float, seed: int, first: in
             number += 1
             if number == first + WARM:
                 warm = held_now()
-            if rank == 0 and time.monotonic() - spoken > SPOKEN:
-                spoken = time.monotonic()
-                print(f"faults up to {number} of seed {seed}: {json.dumps(found)}; {held_now()}", flush=True)
+            if rank == 0:
+                speaker.say(f"faults up to {number} of seed {seed}: {json.dumps(found)}")
             go_on.fill_(time.monotonic() - begin < seconds)
             dist.broadcast(go_on, 0)
     end = held_now()
@@ -173,14 +184,14 @@ def on_accelerator(seconds: float, count: int, seed: int) -> None:
 
     torch.set_num_threads(1)
     load()
-    programs(seconds, count, seed, check)
+    batches(seconds, count, seed, partial(batch_of, check))
 
 
 def of_plain_torch(seconds: float, count: int, seed: int, uneven: bool = False) -> None:
     """Random programs on random trees, against plain torch. `uneven`: each rank takes its own calls (`uneven_paths`)."""
     from tests.support.against_plain import check
 
-    programs(seconds, count, seed, check, uneven)
+    batches(seconds, count, seed, partial(batch_of, check, own_calls=uneven))
 
 
 def acts(seconds: float, count: int, seed: int) -> None:
@@ -204,14 +215,9 @@ def dimensions(seconds: float, count: int, seed: int) -> None:
     batches(seconds, count, seed, play)
 
 
-def programs(seconds: float, count: int, seed: int, check: Callable[..., None], uneven: bool = False) -> None:
-    """Random programs on random trees."""
-    batches(seconds, count, seed, lambda batch: batch_of(check, batch, uneven))
-
-
 def batches(seconds: float, count: int, seed: int, play: Callable[[int], int]) -> None:
     """Draw batches of programs and check them until the time is over and there were `count` programs."""
-    done, batch, begin, spoken, warm = 0, seed, time.monotonic(), time.monotonic(), held_now()
+    done, batch, begin, speaker, warm = 0, seed, time.monotonic(), Speaker(), held_now()
     while batch == seed or time.monotonic() - begin < seconds or done < count:
         faulthandler.dump_traceback_later(4 * HANGS, exit=True)
         try:
@@ -224,9 +230,7 @@ def batches(seconds: float, count: int, seed: int, play: Callable[[int], int]) -
             warm = held_now()
         grown = held_now().bytes - warm.bytes
         assert grown <= SLACK, f"{grown:,} bytes more than after {WARM_BATCHES} batches, with {done} programs from --seed {seed}"
-        if time.monotonic() - spoken > SPOKEN:
-            spoken = time.monotonic()
-            print(f"{done} programs, seeds {seed} to {batch - 1}; {held_now()}", flush=True)
+        speaker.say(f"{done} programs, seeds {seed} to {batch - 1}")
     faulthandler.cancel_dump_traceback_later()
     print(f"{done} programs on simulated ranks, seeds {seed} to {batch - 1}; at last {held_now()}", flush=True)
 
@@ -235,21 +239,11 @@ def paths(seconds: float, count: int, seed: int) -> None:
     """Programs of two to eight simulated ranks, of which each draws its own path, against a single process."""
     from tests.support.paths import OPTIONS, check
 
-    done, begin, spoken = 0, time.monotonic(), time.monotonic()
-    while done == 0 or time.monotonic() - begin < seconds or done < count:
-        faulthandler.dump_traceback_later(4 * HANGS, exit=True)
-        number = seed + done
-        try:
-            check(number, number % (len(OPTIONS) + 1), 2 + number % 7, number)
-        except BaseException:
-            print(f"paths: failed with --seed {number}", flush=True)
-            raise
-        done += 1
-        if time.monotonic() - spoken > SPOKEN:
-            spoken = time.monotonic()
-            print(f"{done} programs of paths from seed {seed}; {held_now()}", flush=True)
-    faulthandler.cancel_dump_traceback_later()
-    print(f"{done} programs of ranks that go different ways, from seed {seed}; at last {held_now()}", flush=True)
+    def play(number: int) -> int:
+        check(number, number % (len(OPTIONS) + 1), 2 + number % 7, number)
+        return 1
+
+    batches(seconds, count, seed, play)
 
 
 def paths_of_rank(rank: int, folder: Path, seconds: float, seed: int) -> None:
@@ -259,7 +253,7 @@ def paths_of_rank(rank: int, folder: Path, seconds: float, seed: int) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), PATHS_SIZE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PATHS_SIZE, timeout=timedelta(seconds=HANGS))
-    done, begin, spoken, go_on = 0, time.monotonic(), time.monotonic(), torch.ones(1)
+    done, begin, speaker, go_on = 0, time.monotonic(), Speaker(), torch.ones(1)
     while go_on:
         faulthandler.dump_traceback_later(HANGS, exit=True)
         number = seed + done
@@ -271,9 +265,8 @@ def paths_of_rank(rank: int, folder: Path, seconds: float, seed: int) -> None:
             print(f"rank {rank}: failed with --seed {number}", flush=True)
             raise
         done += 1
-        if rank == 0 and time.monotonic() - spoken > SPOKEN:
-            spoken = time.monotonic()
-            print(f"{done} programs of paths over gloo from seed {seed}; {held_now()}", flush=True)
+        if rank == 0:
+            speaker.say(f"{done} programs of paths over gloo from seed {seed}")
         go_on.fill_(time.monotonic() - begin < seconds)
         dist.broadcast(go_on, 0)
     faulthandler.cancel_dump_traceback_later()
@@ -282,7 +275,7 @@ def paths_of_rank(rank: int, folder: Path, seconds: float, seed: int) -> None:
     dist.destroy_process_group()
 
 
-def batch_of(check: Callable[..., None], number: int, own_calls: bool) -> int:
+def batch_of(check: Callable[..., None], number: int, own_calls: bool = False) -> int:
     """Draw a batch from one seed; return how many programs were right."""
     import hypothesis
     from hypothesis import strategies as st
@@ -383,45 +376,37 @@ def end_of(ranks: "list[subprocess.Popen[bytes]]") -> None:
     assert codes == [0] * len(ranks), f"a fault was not survived, or somebody hung: {codes}"
 
 
+ONE_PROCESS: Final[dict[str, Callable[[float, int, int], None]]] = {
+    "programs": of_plain_torch,
+    "paths": paths,
+    "uneven": partial(of_plain_torch, uneven=True),
+    "acts": acts,
+    "dimensions": dimensions,
+    "accelerator": on_accelerator,
+}
+"""What needs no other process."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "what",
-        nargs="?",
-        choices=("both", "faults", "programs", "paths", "paths-gloo", "uneven", "acts", "dimensions", "accelerator"),
-        default="both",
-    )
+    parser.add_argument("what", nargs="?", choices=("both", "faults", "paths-gloo", *ONE_PROCESS), default="both")
     parser.add_argument("--seconds", type=float, default=60.0, help="go on for so long")
     parser.add_argument("--programs", type=int, default=0, help="and until there were so many programs")
     parser.add_argument("--seed", type=int, default=1, help="of the faults, and of the first batch of programs")
     parser.add_argument("--first", type=int, default=0, help="begin with that fault")
     asked = parser.parse_args()
-    if asked.what == "paths":
-        paths(asked.seconds, asked.programs, asked.seed)
-        return
-    if asked.what == "uneven":
-        of_plain_torch(asked.seconds, asked.programs, asked.seed, uneven=True)
-        return
-    if asked.what == "acts":
-        acts(asked.seconds, asked.programs, asked.seed)
-        return
-    if asked.what == "dimensions":
-        dimensions(asked.seconds, asked.programs, asked.seed)
-        return
-    if asked.what == "accelerator":
-        on_accelerator(asked.seconds, asked.programs, asked.seed)
+    if asked.what in ONE_PROCESS:
+        ONE_PROCESS[asked.what](asked.seconds, asked.programs, asked.seed)
         return
     with tempfile.TemporaryDirectory() as folder:
-        ranks = []
         if asked.what == "paths-gloo":
             ranks = start_ranks(PATHS_SIZE, folder, asked.seconds, asked.seed, PATHS)
-        elif asked.what != "programs":
+        else:
             ranks = start_ranks(SIZE, folder, asked.seconds, asked.seed, asked.first)
         try:
-            if asked.what in ("both", "programs"):
+            if asked.what == "both":
                 of_plain_torch(asked.seconds, asked.programs, asked.seed)
-            if ranks:
-                end_of(ranks)
+            end_of(ranks)
         finally:
             for one in ranks:
                 one.kill()
