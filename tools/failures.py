@@ -30,6 +30,7 @@ from fsdp.device import storage
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.models import Block, Net, gradients_of, is_at_rest, loss_of, weights_of
 from tests.support.processes import ROOT, end_all, start_rank
+from tools.tables.markdown import table_of
 
 PAGE: Final = ROOT / "docs" / "reference" / "failures.md"
 BESIDE: Final = "\n## FSDP1, FSDP2 and DDP beside it\n"
@@ -412,15 +413,14 @@ def all_over_gloo() -> dict[str, str]:
 
 def page(rows: dict[tuple[str, str], dict[str, str]]) -> str:
     """A table of `rows`, in which strategies and then faults with the same cells share a line."""
-    lines = [f"| what fails | strategy | {' | '.join(PHASES)} |", "| --- | --- |" + " --- |" * len(PHASES)]
-    by_fault: dict[tuple[str, str], list[str]] = {}
+    by_fault: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (name, strategy), row in rows.items():
-        by_fault.setdefault((name, " | ".join(row[phase] for phase in PHASES)), []).append(strategy)
-    shared: dict[tuple[str, str], list[str]] = {}
+        by_fault.setdefault((name, tuple(row[phase] for phase in PHASES)), []).append(strategy)
+    shared: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (name, cells), strategies in by_fault.items():
         shared.setdefault((", ".join(strategies), cells), []).append(name)
-    lines += [f"| {'; '.join(names)} | {strategies} | {cells} |" for (strategies, cells), names in shared.items()]
-    return "\n".join(lines)
+    lines = [("; ".join(names), strategies, *cells) for (strategies, cells), names in shared.items()]
+    return table_of(("what fails", "strategy", *PHASES), lines)
 
 
 def rows_of(text: str) -> dict[tuple[str, str], dict[str, str]]:

@@ -13,7 +13,7 @@ from fsdp.building.peer_options import PEER_OPTIONS
 from fsdp.commands.main import make_parser
 from fsdp.compat.doors import DOORS, replacements
 from tests.shards import optimizer_table
-from tools.tables.markdown import remedies
+from tools.tables.markdown import remedies, table_of
 
 REFERENCE: Final = Path(__file__).resolve().parents[1] / "docs" / "reference"
 MARK: Final = "<!-- {}: written by tools/generated.py -->\n{}<!-- /{} -->"
@@ -24,11 +24,11 @@ def peer_options() -> str:
     by_remedy: dict[str, list[str]] = {}
     for name, option in PEER_OPTIONS.items():
         by_remedy.setdefault(option.remedy, []).append(name)
-    rows = ["| the text | options of other engines | accepted |", "| --- | --- | --- |"]
+    rows = []
     for remedy, names in by_remedy.items():
         accepted = [f"`{name}={value}`" for name in names for value in PEER_OPTIONS[name].accepted]
-        rows.append(f"| ``{remedy}`` | {', '.join(f'`{name}`' for name in names)} | {', '.join(accepted) or 'no value'} |")
-    return "\n".join(rows)
+        rows.append((f"``{remedy}``", ", ".join(f"`{name}`" for name in names), ", ".join(accepted) or "no value"))
+    return table_of(("the text", "options of other engines", "accepted"), rows)
 
 
 LATER: Final = {("fully_shard", "torch.distributed.fsdp"): {"GradientReductionHandle": " (torch 2.15)"}}
@@ -37,7 +37,7 @@ LATER: Final = {("fully_shard", "torch.distributed.fsdp"): {"GradientReductionHa
 
 def installed_names() -> str:
     """Every attribute that `fsdp.compat.install` replaces, by door and module of the library."""
-    rows = ["| door | module of the library | attributes that become those of the door |", "| --- | --- | --- |"]
+    rows = []
     for name, door in DOORS.items():
         if find_spec(door.module):
             places: dict[str, set[str]] = {}
@@ -46,22 +46,22 @@ def installed_names() -> str:
             for place, names in places.items():
                 later = LATER.get((name, place), {})
                 shown = [f"`{one}`{later.get(one, '')}" for one in sorted(names | later.keys())]
-                rows.append(f"| `{name}` | `{place}` | {', '.join(shown)} |")
-    return "\n".join(rows)
+                rows.append((f"`{name}`", f"`{place}`", ", ".join(shown)))
+    return table_of(("door", "module of the library", "attributes that become those of the door"), rows)
 
 
 def command_line() -> str:
     """Every command with what it does. Its arguments are what `--help` prints."""
-    return "\n".join(["| command | what it does |", "| --- | --- |", *_commands_of(make_parser())])
+    return table_of(("command", "what it does"), _commands_of(make_parser()))
 
 
-def _commands_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+def _commands_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             said = {one.dest: one.help for one in action._choices_actions}
             for name, command in action.choices.items():
                 what = f"{said[name] or ''}."
-                yield f"| `{command.prog}` | {what[0].upper()}{what[1:]} |"
+                yield f"`{command.prog}`", f"{what[0].upper()}{what[1:]}"
                 yield from _commands_of(command)
 
 

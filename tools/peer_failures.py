@@ -27,6 +27,7 @@ from tests.support.models import Net, loss_of
 from tests.support.processes import end_all, start_rank
 from tools.failures import BESIDE, NOT_REACHED, PAGE, PHASES, Checkpointed, Fault, Mine, same, x_of
 from tools.peer_engines import ALONE, ENGINES, EXPRESSED, PLACES, Model, install, refusing, wrapped
+from tools.tables.markdown import table_of
 
 NONE: Final = "no such place"
 TIME_OUT: Final = 8.0
@@ -282,13 +283,13 @@ def all_cells(alone: bool) -> list[Cell]:
 
 
 def table(found: dict[Cell, str], alone: bool) -> str:
-    lines = [f"| what fails | in | {' | '.join(ENGINES)} |", "| --- | --- |" + " --- |" * len(ENGINES)]
+    lines = []
     for place in ALONE if alone else PLACES:
         for phase in PHASES:
             row = [found.get(Cell(engine, place, phase, alone), NONE) for engine in ENGINES]
             if set(row) - {NONE, NOT_REACHED}:
-                lines.append(f"| {place} | {phase} | {' | '.join(row)} |")
-    return "\n".join(lines)
+                lines.append((place, phase, *row))
+    return table_of(("what fails", "in", *ENGINES), lines)
 
 
 def write() -> None:

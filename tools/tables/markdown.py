@@ -9,7 +9,7 @@ Rule 2: `MACHINES` lists every table. A table that is added there appears on the
 import ast
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
@@ -91,12 +91,12 @@ def tables() -> str:
             reason = reasons.get((state.name, ""))
             head = f"In `{state.name}`" + (f" ({reason})" if reason else "")
             if cells:
-                parts.append(f"{head}:\n\n{_markdown(('event', 'leads to', 'does, in order', 'why'), cells)}")
+                parts.append(f"{head}:\n\n{table_of(('event', 'leads to', 'does, in order', 'why'), cells)}")
             elif not machine.rows.get(state, {}) and machine.like is None:
                 parts.append(f"{head}: no event is allowed.")
     parts.append("## The gather of a copy, by the state of the backward")
     parts.append(
-        _markdown(("backward of the root", "event"), [(_code(of.name), _code(event.name)) for of, event in GATHERS.items()])
+        table_of(("backward of the root", "event"), [(_code(of.name), _code(event.name)) for of, event in GATHERS.items()])
     )
     return "\n\n".join(parts)
 
@@ -113,7 +113,7 @@ def changed(machine: Machine, state: MachineEnum) -> list[tuple[MachineEnum, Any
 def remedies() -> str:
     """Return the remedies for refused events as Markdown."""
     cells = [(_code(state.name), _code(event.name), remedy) for (state, event), remedy in REMEDIES.items()]
-    return _markdown(("state of the unit", "event that is refused", "what to do"), cells)
+    return table_of(("state of the unit", "event that is refused", "what to do"), cells)
 
 
 def _step(step: Any) -> tuple[str, str]:
@@ -138,7 +138,7 @@ def _code(name: str) -> str:
 def _words(words: type[MachineEnum]) -> str:
     said = _said(words)
     head = f"**{words.__name__}.** {inspect.getdoc(words)}"
-    return f"{head}\n\n{_markdown(('word', 'meaning'), [(_code(word.name), said.get(word.name, '')) for word in words])}"
+    return f"{head}\n\n{table_of(('word', 'meaning'), [(_code(word.name), said.get(word.name, '')) for word in words])}"
 
 
 def _said(words: type[Enum]) -> dict[str, str]:
@@ -190,7 +190,8 @@ def _comment_above(lines: list[str], line: int) -> str:
     return " ".join(said)
 
 
-def _markdown(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+def table_of(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Return a table as Markdown."""
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in lines)
 
