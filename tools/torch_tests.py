@@ -103,34 +103,15 @@ def _run(file: Path, engine: str) -> dict[str, str]:
     paths = [str(ROOT), str(file.parent), str(file.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
-        "FSDP_PEER_DOORS": doors_of(file),
-        "FSDP_PEER_DEVICES": str(_devices_of(file)),
-        **{
-            "FSDP_PEER_ENGINE": engine,
-            "FSDP_PEER_EVENTS": str(events),
-            "FSDP_PEER_FILE": _name_of(file),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONHASHSEED": "0",
-        },
+        **{"FSDP_PEER_DOORS": doors_of(file), "FSDP_PEER_DEVICES": str(_devices_of(file)), "FSDP_PEER_ENGINE": engine},
+        **{"FSDP_PEER_EVENTS": str(events), "FSDP_PEER_FILE": _name_of(file), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
         **{"PYTHONPATH": os.pathsep.join(paths), "BACKEND": "gloo", "WORLD_SIZE": "2", "TEMP_DIR": str(events.parent)},
     }
+    plugins = ("tools.torch_tests", "no:cacheprovider", "no:xdist")
+    options = [f"-p{name}" for name in plugins] + ["-q", "-c", os.devnull, "--rootdir", str(file.parent)]
     pick = ["-k", DDP_TESTS] if file.name == DDP_FILE else []
-    options = [
-        "-p",
-        "tools.torch_tests",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-q",
-        "-c",
-        os.devnull,
-        "--rootdir",
-        str(file.parent),
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *pick, str(file)], env=environment, cwd=file.parent, check=False
-    )
+    command = [sys.executable, "-m", "pytest", *options, *pick, str(file)]
+    done = subprocess.run(command, env=environment, cwd=file.parent, check=False)
     lines = events.read_text(encoding="utf-8").splitlines()
     events.unlink()
     if done.returncode not in (0, 1, NOT_COLLECTED, NO_TESTS):
