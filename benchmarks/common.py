@@ -61,7 +61,7 @@ def begin(
     benchmark: str, options: argparse.Namespace, available: Sequence[str], engines: Mapping[str, Bare] = CONTENDERS
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """A report with who takes part, how, and where; and their names."""
-    names, skipped = choose(options.contenders, available, engines)
+    names, skipped = choose(getattr(options, "contenders", None), available, engines)
     facts = machine(options.date)
     warn_if_busy(facts)
     stated = {name: engines[name].options for name in names}

@@ -268,7 +268,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=24)
     parser.add_argument("--prefetch", type=int, default=1, help="units that are gathered ahead")
     parser.add_argument("--width", type=int, default=8, help="a block is a square of it")
-    parser.set_defaults(contenders=None)
     return parser.parse_args()
 
 

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from common import Bar, Sample, alone, arguments, begin, elsewhere, no_garbage_collection, over_gloo, print_table, write
 from counting import dispatched
-from engines import CONTENDERS
 from host import Unit
 from torch import nn
 
@@ -120,8 +119,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--steps", type=int, default=5, help="in one trace")
     options = parser.parse_args()
-    options.contenders = ["ours"]
-    report, _ = begin("tracing", options, ["ours"], CONTENDERS)
+    report, _ = begin("tracing", options, ["ours"])
     settings = Settings(options.tensors, options.units, options.width, options.repeats, options.steps)
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "nothing is sent": lambda: elsewhere(over_nothing, settings, options.timeout),

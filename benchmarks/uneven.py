@@ -116,7 +116,6 @@ def main() -> None:
     parser = arguments(__doc__)
     add_sizes(parser, Sizes())
     options = parser.parse_args()
-    options.contenders = ["ours"]
     sizes = sizes_of(options, Sizes())
     report, _ = begin("uneven", options, ["ours"])
     found = over_gloo(times, sizes, 2, options.timeout)

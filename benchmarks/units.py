@@ -163,7 +163,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=12, help="measured steps of each contender")
     parser.add_argument("--small", action="store_true", help="small models, to see that all runs; estimates nothing")
     options = parser.parse_args()
-    options.contenders = [*NAMES]
     report, _ = begin("units", options, NAMES)
     found = cases()
     lines = [
