@@ -282,21 +282,30 @@ def show(lines: Sequence[dict[str, Any]]) -> None:
 
 def parse() -> argparse.Namespace:
     parser = arguments(__doc__, NAMES)
-    parser.add_argument("--loads", type=float, nargs="+", default=LOADS, help="communication of FULL_SHARD / computing")
+    add_settings(parser, LOADS, repeats=7)
+    return parser.parse_args()
+
+
+def add_settings(parser: argparse.ArgumentParser, loads: Sequence[float], repeats: int) -> None:
+    """The options of the model and the wire, with these defaults."""
+    parser.add_argument("--loads", type=float, nargs="+", default=loads, help="communication of FULL_SHARD / computing")
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--width", type=int, default=128, help="a block is four squares of it")
     parser.add_argument("--milliseconds", type=float, default=20.0, help="of a block's forward; its backward takes twice that")
     parser.add_argument("--latency-microseconds", type=float, default=50.0, help="of each collective")
-    parser.add_argument("--repeats", type=int, default=7)
-    return parser.parse_args()
+    parser.add_argument("--repeats", type=int, default=repeats)
+
+
+def settings_of(options: argparse.Namespace, names: tuple[str, ...]) -> Settings:
+    fields = {name: getattr(options, name) for name in Settings.__dataclass_fields__ if name not in ("contenders", "loads")}
+    return Settings(contenders=names, loads=tuple(options.loads), **fields)
 
 
 def main() -> None:
     options = parse()
     report, names = begin("overlap", options, NAMES, HERE)
-    fields = {name: getattr(options, name) for name in Settings.__dataclass_fields__ if name not in ("contenders", "loads")}
-    settings = Settings(contenders=names, loads=tuple(options.loads), **fields)
+    settings = settings_of(options, names)
     report["settings"] = {**asdict(settings), "computing": settings.computing}
     report["bandwidths"] = {str(load): settings.bandwidth(load) for load in settings.loads}
     report["steps"] = measure(settings)

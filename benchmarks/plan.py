@@ -22,11 +22,9 @@ from typing import Any
 
 import torch
 from common import Bar, arguments, be_steady, begin, markdown, write
-from engines import CONTENDERS
-from overlap import PER_SECOND, Block, Model
-from overlap import Settings as Overlap
+from overlap import PER_SECOND, Block, Model, Settings, add_settings, run, settings_of
 from simulated_link import Link, joined
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
@@ -74,28 +72,13 @@ CASES = {
 """What is compared, by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    loads: tuple[float, ...]
-    world: int
-    blocks: int
-    width: int
-    milliseconds: float
-    latency_microseconds: float
-    repeats: int
-
-    def bandwidth(self, load: float) -> float:
-        """As in overlap.py."""
-        sizes = {name: size for name, size in asdict(self).items() if name in Overlap.__dataclass_fields__}
-        return Overlap(contenders=(), **sizes).bandwidth(load)
-
-    def make(self) -> Model:
-        return Model(self.blocks, self.width, self.milliseconds / 1e3)
+def make(settings: Settings) -> Model:
+    return Model(settings.blocks, settings.width, settings.milliseconds / 1e3)
 
 
 def throughput(settings: Settings, plain: Sequence[float]) -> float:
     """Operations a second of a device on which the plain model takes as long as it did."""
-    return PER_SECOND * 3 * settings.blocks * settings.milliseconds / 1e3 / median(plain)
+    return PER_SECOND * settings.computing / median(plain)
 
 
 def estimated(settings: Settings, flops: float) -> dict[str, float]:
@@ -105,7 +88,7 @@ def estimated(settings: Settings, flops: float) -> dict[str, float]:
 
     def seconds(case: Case) -> float:
         plan = fsdp.plan(
-            settings.make,
+            lambda: make(settings),
             settings.world,
             inputs=lambda: torch.ones(1, settings.width),
             loss=lambda output: output,
@@ -130,12 +113,12 @@ def measure(settings: Settings) -> tuple[list[float], list[dict[str, Any]]]:
     lines = []
     with joined(link, settings.world):
         x = torch.ones(1, settings.width)
-        bare = settings.make()
-        plain = [step(bare, x, link) for _ in range(settings.repeats)]
-        models = {name: case.wrap(settings.make()) for name, case in CASES.items()}
+        bare = make(settings)
+        plain = [run(bare, x, link)["seconds"] for _ in range(settings.repeats)]
+        models = {name: case.wrap(make(settings)) for name, case in CASES.items()}
         for model in models.values():
             for _ in range(3):
-                step(model, x, link)  # lazy initialisation, orders that are learned
+                run(model, x, link)  # lazy initialisation, orders that are learned
         for load in settings.loads:
             link.bandwidth, link.latency = settings.bandwidth(load), settings.latency_microseconds / 1e6
             link.reset()
@@ -143,22 +126,11 @@ def measure(settings: Settings) -> tuple[list[float], list[dict[str, Any]]]:
             steps: dict[str, list[float]] = {name: [] for name in CASES}
             for _ in range(settings.repeats):
                 for name, model in models.items():
-                    steps[name].append(step(model, x, link))
+                    steps[name].append(run(model, x, link)["seconds"])
             lines += [{"load": load, "case": n, "estimated": expected[n], "steps": steps[n]} for n in CASES]
         models.clear()
         gc.collect()
     return plain, lines
-
-
-def step(model: nn.Module, x: Tensor, link: Link) -> float:
-    link.reset()
-    gc.disable()
-    begin = time.perf_counter()
-    model(x).backward()
-    elapsed = time.perf_counter() - begin
-    gc.enable()
-    model.zero_grad()
-    return elapsed
 
 
 def processor_time() -> float:
@@ -207,18 +179,10 @@ def show(lines: Sequence[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--loads", type=float, nargs="+", default=LOADS, help="communication of FULL_SHARD / computing")
-    parser.add_argument("--world", type=int, default=8)
-    parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--width", type=int, default=128, help="a block is four squares of it")
-    parser.add_argument("--milliseconds", type=float, default=20.0, help="of a block's forward; its backward takes twice that")
-    parser.add_argument("--latency-microseconds", type=float, default=50.0, help="of each collective")
-    parser.add_argument("--repeats", type=int, default=5)
+    add_settings(parser, LOADS, repeats=5)
     options = parser.parse_args()
-    options.contenders = ["ours"]
-    report, _ = begin("plan", options, ["ours"], CONTENDERS)
-    fields = {name: getattr(options, name) for name in Settings.__dataclass_fields__}
-    settings = Settings(**{**fields, "loads": tuple(options.loads)})
+    report, names = begin("plan", options, ["ours"])
+    settings = settings_of(options, names)
     report["settings"] = asdict(settings)
     processor = report["processor"] = processor_time()
     report["plain"], lines = measure(settings)
