@@ -25,10 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import Bar, Sample, arguments, be_steady, begin, markdown, write
-from engines import Bare, turns
+from engines import CONTENDERS, FSDP2, Ours, turns
 from torch import Tensor, nn
-
-import fsdp
+from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.support.hosts import Hosts, hosts_apart, why_no_hosts
@@ -62,34 +61,22 @@ class Block(nn.Module):
         return output
 
 
-def _fsdp2(model: nn.Module, hosts: int, ranks: int, hybrid: bool) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    shape, names = ((hosts, ranks), ("replicate", "shard")) if hybrid else ((hosts * ranks,), ("shard",))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    for block in model.children():
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)
-    return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
-
-
-def _ours(model: nn.Module, hosts: int, ranks: int, hybrid: bool) -> nn.Module:
-    options: dict[str, Any] = {"sharding_strategy": "HYBRID_SHARD", "mesh": (hosts, ranks)} if hybrid else {}
-    return fsdp.FullyShardedDataParallel(model, auto_wrap_policy={Block}, **options)
-
-
-WRAP: dict[str, Callable[[nn.Module, int, int], nn.Module]] = {
-    "ours": lambda model, hosts, ranks: _ours(model, hosts, ranks, False),
-    "ours_hybrid": lambda model, hosts, ranks: _ours(model, hosts, ranks, True),
-    "fsdp2": lambda model, hosts, ranks: _fsdp2(model, hosts, ranks, False),
-    "fsdp2_hsdp": lambda model, hosts, ranks: _fsdp2(model, hosts, ranks, True),
+HERE: dict[str, Any] = {
+    "ours": CONTENDERS["ours"],
+    "ours_hybrid": Ours(
+        "ours_hybrid",
+        'the same with sharding_strategy="HYBRID_SHARD", mesh=(hosts, ranks of a host)',
+        sharding_strategy="HYBRID_SHARD",
+    ),
+    "fsdp2": CONTENDERS["fsdp2"],
+    "fsdp2_hsdp": FSDP2(name="fsdp2_hsdp"),
 }
-HERE = {
-    "ours": Bare("ours", "FullyShardedDataParallel(module, auto_wrap_policy={unit}), all else as by default"),
-    "ours_hybrid": Bare("ours_hybrid", 'the same with sharding_strategy="HYBRID_SHARD", mesh=(hosts, ranks of a host)'),
-    "fsdp2": Bare("fsdp2", "fully_shard on a 1-D CPU mesh: units reshard_after_forward=True, root as by default"),
-    "fsdp2_hsdp": Bare("fsdp2_hsdp", "the same on a 2-D CPU mesh (hosts, ranks of a host)"),
+HERE["fsdp2_hsdp"].options = "the same on a 2-D mesh (hosts, ranks of a host)"
+MESHES: dict[str, Callable[[tuple[int, int]], Any]] = {
+    "ours_hybrid": lambda shape: shape,
+    "fsdp2_hsdp": lambda shape: init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")),
 }
+"""Of (hosts, ranks of a host), the mesh of a contender that replicates between hosts."""
 NAMES = tuple(HERE)
 
 
@@ -109,7 +96,8 @@ def rank_main(rank: int, settings: Settings, out: Path) -> None:
     for name in settings.contenders:
         torch.manual_seed(0)
         plain = nn.Sequential(*(Block(settings.width) for _ in range(settings.blocks)))
-        models[name] = WRAP[name](plain, settings.hosts, settings.ranks)
+        shape = settings.hosts, settings.ranks
+        models[name] = HERE[name].wrap(plain, Block, **({"mesh": MESHES[name](shape)} if name in MESHES else {}))
     optimizers = {name: torch.optim.SGD(model.parameters(), lr=1e-3) for name, model in models.items()}
     torch.manual_seed(1 + rank)
     x = torch.randn(settings.rows, settings.width)
