@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 from common import Bar, Sample, alone, arguments, begin, elsewhere, no_garbage_collection, over_gloo, print_table, write
 from engines import CONTENDERS, TITLES, turns
-from instructions import count
+from host import COUNTED_UNITS
+from instructions import STEPS, count, count_phases, per_unit
 from step import compare_losses
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -50,12 +51,8 @@ STYLES: dict[str, dict[str, ParallelStyle]] = {
     },
 }
 PHASES = ("forward", "backward", "step")
-UNITS = (4, 8)
-"""Two sizes tell what belongs to a unit and what to the model."""
 OVER_GLOO, ON_THE_HOST = (2, 2), (8, 2)
 """Ranks of data and of tensor parallelism."""
-COUNTED = 2
-"""Steps of each model under valgrind; the last one is kept."""
 STEP_BAR, ADDED_BAR = 0.70, 0.40
 
 
@@ -174,7 +171,7 @@ def on_the_host(settings: Settings) -> dict[str, dict[str, list[float]]]:
 
 def models(settings: Settings) -> list[Settings]:
     """The model of each contender with few units, and with many."""
-    return [replace(settings, contenders=(name,), units=units) for name in settings.contenders for units in UNITS]
+    return [replace(settings, contenders=(name,), units=units) for name in settings.contenders for units in COUNTED_UNITS]
 
 
 def run_under_valgrind(settings: Settings) -> None:
@@ -184,32 +181,15 @@ def run_under_valgrind(settings: Settings) -> None:
             runner = Runner(one.contenders[0], one, mesh)
             for _ in range(3):
                 runner.step()
-            for _ in range(COUNTED):
-                for _, run in runner.phases():
-                    torch._C._valgrind_toggle()
-                    run()
-                    torch._C._valgrind_toggle_and_dump_stats()
+            count_phases(runner)
 
 
 def instructions_of(settings: Settings, timeout: float) -> dict[str, dict[str, float]]:
     """Instructions for each unit, by contender and phase."""
-    names = [(*one.contenders, one.units, phase) for one in models(settings) for _ in range(COUNTED) for phase in PHASES]
-    given = [
-        "--contenders",
-        *settings.contenders,
-        "--styles",
-        settings.style,
-        "--width",
-        settings.width,
-        "--length",
-        settings.length,
-    ]
-    counts = count([__file__, *map(str, given), "--inside"], names, timeout)
-    few, many = UNITS
-    return {
-        name: {phase: (counts[name, many, phase] - counts[name, few, phase]) / (many - few) for phase in PHASES}
-        for name in settings.contenders
-    }
+    names = [(*one.contenders, one.units, phase) for one in models(settings) for _ in range(STEPS) for phase in PHASES]
+    sizes = ["--width", str(settings.width), "--length", str(settings.length)]
+    program = [__file__, "--contenders", *settings.contenders, "--styles", settings.style, *sizes, "--inside"]
+    return per_unit(count(program, names, timeout), settings.contenders, PHASES)
 
 
 def added(phases: dict[str, Any], bare: dict[str, Any]) -> Any:

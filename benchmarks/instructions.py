@@ -12,10 +12,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from common import Bar, alone, arguments, begin, print_table, write
@@ -34,11 +34,15 @@ def run_under_valgrind(settings: Settings) -> None:
             for units in COUNTED_UNITS:
                 runner = Runner(name, units, settings)
                 runner.warm_up()
-                for _ in range(STEPS):
-                    for _, run in runner.phases():
-                        torch._C._valgrind_toggle()
-                        run()
-                        torch._C._valgrind_toggle_and_dump_stats()
+                count_phases(runner)
+
+
+def count_phases(runner: Any) -> None:
+    for _ in range(STEPS):
+        for _, run in runner.phases():
+            torch._C._valgrind_toggle()
+            run()
+            torch._C._valgrind_toggle_and_dump_stats()
 
 
 def keys(settings: Settings) -> list[tuple[str, int, str]]:
@@ -52,10 +56,14 @@ def measure(settings: Settings, timeout: float) -> dict[str, dict[str, float]]:
     """Instructions per unit, by contender and phase."""
     given = ["--contenders", *settings.contenders, "--tensors", str(settings.tensors), "--world", str(settings.world)]
     counts = count([__file__, *given, "--inside"], keys(settings), timeout)
+    return per_unit(counts, settings.contenders, PHASES)
+
+
+def per_unit(counts: Mapping[Any, int], names: Sequence[str], phases: Sequence[str]) -> dict[str, dict[str, float]]:
+    """By contender and phase, from the counts of the models of both sizes."""
     few, many = COUNTED_UNITS
     return {
-        name: {phase: (counts[name, many, phase] - counts[name, few, phase]) / (many - few) for phase in PHASES}
-        for name in settings.contenders
+        name: {phase: (counts[name, many, phase] - counts[name, few, phase]) / (many - few) for phase in phases} for name in names
     }
 
 
