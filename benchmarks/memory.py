@@ -24,6 +24,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -90,17 +91,12 @@ def allocated(work: Callable[[], Any]) -> int:
 @contextmanager
 def backend_reduces() -> Iterator[None]:
     """The engine reduces as it does on CUDA: by the backend, with no place of its own for what the other ranks send."""
-    before = ProcessGroupCommunicator.reduce_scatter, ProcessGroupCommunicator.scratch_bytes
 
     def reduce_scatter(self: ProcessGroupCommunicator, bucket: Tensor, into: Tensor, label: str, *_: bool) -> Work:
         return self.group._reduce_scatter_base(into, bucket, dist.ReduceScatterOptions())
 
-    ProcessGroupCommunicator.reduce_scatter = reduce_scatter  # type: ignore[method-assign]
-    ProcessGroupCommunicator.scratch_bytes = lambda self, bucket, *_: 0  # type: ignore[method-assign]
-    try:
+    with patch.multiple(ProcessGroupCommunicator, reduce_scatter=reduce_scatter, scratch_bytes=lambda self, bucket, *_: 0):
         yield
-    finally:
-        ProcessGroupCommunicator.reduce_scatter, ProcessGroupCommunicator.scratch_bytes = before  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -115,11 +111,8 @@ def peaks_by_kind(found: dict[str, int]) -> Iterator[None]:
             found.clear()
             found.update({kind: size for kind, size in self.held.items() if size})
 
-    MemoryTracker.add = add_and_note  # type: ignore[method-assign]
-    try:
+    with patch.object(MemoryTracker, "add", add_and_note):
         yield
-    finally:
-        MemoryTracker.add = add  # type: ignore[method-assign]
 
 
 def measure(settings: Settings) -> dict[str, Any]:

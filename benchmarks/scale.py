@@ -12,7 +12,6 @@ which the backend does on CUDA (`ours_over_nccl`).
 
 import argparse
 import gc
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -21,10 +20,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import Bar, arguments, be_steady, begin, elsewhere, markdown, write
+from common import Bar, arguments, begin, elsewhere, markdown, write
 from counting import Counting
+from host import silent
 from memory import ENGINES, OVER_NCCL, backend_reduces
-from simulated_link import Link, joined
 from torch import Tensor, nn
 
 NAMES = ("bare", "fsdp1", "fsdp2", "ours", OVER_NCCL)
@@ -47,8 +46,7 @@ class Settings:
 
 def measure(settings: Settings) -> dict[str, Any]:
     """One case. The process group is set up here."""
-    be_steady()
-    with joined(Link(math.inf, 0.0), settings.world), backend_reduces() if settings.contender == OVER_NCCL else nullcontext():
+    with silent(settings.world), backend_reduces() if settings.contender == OVER_NCCL else nullcontext():
         return _measure(settings)
 
 
@@ -126,29 +124,24 @@ def judge(cases: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[
 def _growth(name: str, few: dict[str, Any] | None, many: dict[str, Any] | None) -> list[Bar]:
     if few is None or many is None:
         return []
-    costs = {"wrap": _wrap, "steady step": _steady, "dispatched": _dispatched}
-    return [Bar(f"scale: growth of a unit's {what}", 1.25, cost(many) / cost(few), name) for what, cost in costs.items()]
+    before, after = costs_of(few), costs_of(many)
+    judged = ("wrap", "steady step", "dispatched")
+    return [Bar(f"scale: growth of a unit's {what}", 1.25, after[what] / before[what], name) for what in judged]
 
 
-def _wrap(case: dict[str, Any]) -> float:
-    return float(median(case["wrap_seconds"]) / case["settings"]["units"])
-
-
-def _steady(case: dict[str, Any]) -> float:
-    return float(median(case["steady_step_seconds"]) / case["settings"]["units"])
-
-
-def _dispatched(case: dict[str, Any]) -> float:
-    return float(case["dispatched"] / case["settings"]["units"])
+def costs_of(case: dict[str, Any]) -> dict[str, float]:
+    """For each unit, processor seconds and the number of dispatched operations."""
+    units = case["settings"]["units"]
+    seconds = {what: median(case[f"{what.replace(' ', '_')}_seconds"]) for what in ("wrap", "first step", "steady step")}
+    return {what: float(one / units) for what, one in {**seconds, "dispatched": case["dispatched"]}.items()}
 
 
 def show(cases: Sequence[dict[str, Any]]) -> None:
     rows = []
     for case in cases:
-        of = case["settings"]
-        first = median(case["first_step_seconds"]) / of["units"]
-        times = [f"{1e6 * seconds:.0f}" for seconds in (_wrap(case), first, _steady(case))]
-        rows.append([of["contender"], str(of["units"]), str(of["world"]), *times, f"{_dispatched(case):.1f}"])
+        of, (*seconds, dispatched) = case["settings"], costs_of(case).values()
+        times = [f"{1e6 * one:.0f}" for one in seconds]
+        rows.append([of["contender"], str(of["units"]), str(of["world"]), *times, f"{dispatched:.1f}"])
     print("\nper unit, processor µs")
     print(markdown(["contender", "units", "ranks", "wrap", "first step", "steady step", "dispatched"], rows))
 
