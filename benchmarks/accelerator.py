@@ -59,8 +59,7 @@ class FSDP2Keeping(FSDP2):
     """The last unit is kept from its forward to its backward."""
 
     def __init__(self, device: str) -> None:
-        super().__init__(device)
-        self.name = "fsdp2_last_kept"
+        super().__init__(device, "fsdp2_last_kept")
         self.options += "; the last unit with reshard_after_forward=False"
 
     def wrap(self, module: nn.Module, unit: Unit, half: bool = False) -> nn.Module:

@@ -45,13 +45,7 @@ STYLE = {
 }
 COLOURS = 64
 """In a PNG: a palette makes it a third as large, and nobody sees the difference."""
-OPTIONS = {
-    "plain": "plain",
-    "checkpoint": "checkpointing",
-    "bf16": "bf16",
-    "accumulate": "accumulation",
-    "lora": "LoRA",
-}
+OPTIONS = {"plain": "plain", "checkpoint": "checkpointing", "bf16": "bf16", "accumulate": "accumulation", "lora": "LoRA"}
 """Options of step.py, as a figure calls them."""
 
 
@@ -72,10 +66,10 @@ def draw(results: Mapping[str, Report], folder: Path) -> list[Path]:
     return written
 
 
-def _figure(title: str, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
-    """A figure with its message on top, and its panels, which share both axes."""
+def _figure(title: str, height: float, rows: int = 1, columns: int = 1, sharex: bool = True) -> tuple[Any, Any]:
+    """A figure with its message on top, and its panels, which share the vertical axis."""
     figure, panels = pyplot.subplots(
-        rows, columns, figsize=(9, height), layout="constrained", sharex=True, sharey=True, squeeze=False
+        rows, columns, figsize=(9, height), layout="constrained", sharex=sharex, sharey=True, squeeze=False
     )
     figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
     return figure, panels.flatten()
@@ -264,8 +258,7 @@ def _scale(report: Report) -> Any:
     }
     most = {name: max(count for of, count in cases if of["contender"] == name) for name in ("ours", "fsdp1")}
     title = f"Growth: a unit of ours dispatches at most {most['ours']:.0f} operations a step, of FSDP1 {most['fsdp1']:,.0f}"
-    figure, panels = pyplot.subplots(1, 2, figsize=(9, 4.4), layout="constrained", sharey=True)
-    figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
+    figure, panels = _figure(title, 4.4, columns=2, sharex=False)
     for axes, (what, of_panel) in zip(panels, panels_of.items(), strict=True):
         ((key, points),) = of_panel.items()
         for name in ("fsdp1", "fsdp2", "ours"):

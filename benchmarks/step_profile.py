@@ -25,20 +25,7 @@ from workloads import WORKLOADS
 
 DEFAULT = (("gpt8x256", "plain"), ("gpt4x512", "plain"), ("gpt8x256", "checkpoint"))
 RANKS, WARM, STEPS = 2, 4, 8
-MOVING = (
-    "copy",
-    "cat",
-    "split",
-    "zero",
-    "fill",
-    "clone",
-    "contiguous",
-    "empty",
-    "resize",
-    "unflatten",
-    "flatten",
-    "chunk",
-)
+MOVING = ("copy", "cat", "split", "zero", "fill", "clone", "contiguous", "empty", "resize", "unflatten", "flatten", "chunk")
 COLUMNS = ("by the clock", "of the processor", "arithmetic", "moving", "the rest", "operators")
 
 
