@@ -19,6 +19,7 @@ from fsdp.commands.planning.plan_page import check_packages, write_plan
 from fsdp.commands.planning.shapes import SHAPES, Decoder, cut_decoder, make_tokens, parallelize_decoder
 from fsdp.commands.rehearsal.hardware import DEVICES, NETWORKS
 from fsdp.commands.rehearsal.kernels import ATTENTION
+from fsdp.commands.reporting.formats import write_text
 from fsdp.config import MixedPrecisionPolicy
 from fsdp.errors import ShardingError, require_package
 from fsdp.file_errors import file_errors
@@ -128,8 +129,7 @@ def run_plan(given: argparse.Namespace) -> int:
     )
     print(found)
     if given.json is not None:
-        with file_errors(f"plan: {given.json}", given.json):
-            given.json.write_text(found.to_json(), encoding="utf-8")
+        write_text("plan", given.json, found.to_json())
     if given.html is not None:
         write_plan(given.html, found)
         print(f"wrote {given.html}")

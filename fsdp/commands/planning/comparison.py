@@ -24,6 +24,12 @@ class Candidate:
     refusal: str
     """Why it is refused; empty otherwise."""
 
+    @property
+    def found(self) -> Rehearsal:
+        """What it needs: it is not refused."""
+        assert self.rehearsal is not None
+        return self.rehearsal
+
 
 @dataclass(frozen=True)
 class Fewest:
@@ -60,6 +66,11 @@ class Plan:
     def fits(self, candidate: Candidate) -> bool:
         """Whether the peak of a choice is within the memory, but for the reserve."""
         return candidate.rehearsal is not None and candidate.rehearsal.peak <= self.usable
+
+    @property
+    def shown(self) -> list[Candidate]:
+        """The choices that are not refused."""
+        return [one for one in self.candidates if one.rehearsal is not None]
 
     @property
     def usable(self) -> int:
@@ -136,7 +147,7 @@ def lines_of(plan: Plan) -> Iterator[str]:
     )
     yield from plan.assumed
     yield ""
-    yield from table(HEADER, [row(plan, one) for one in plan.candidates if one.rehearsal is not None])
+    yield from table(HEADER, [row(plan, one) for one in plan.shown])
     for one in plan.candidates:
         if one.rehearsal is None:
             yield f"{one.choice.title}: refused: {one.refusal}"
@@ -151,8 +162,7 @@ def lines_of(plan: Plan) -> Iterator[str]:
 
 def row(plan: Plan, one: Candidate) -> tuple[str, ...]:
     """The cells of one choice."""
-    found = one.rehearsal
-    assert found is not None
+    found = one.found
     return (
         one.choice.title,
         "yes" if plan.fits(one) else "no",
@@ -179,30 +189,27 @@ def advice(plan: Plan) -> Iterator[str]:
 
 def _recommendation(plan: Plan) -> Iterator[str]:
     best = plan.best
-    if best is None or best.rehearsal is None:
+    if best is None:
         yield from _nothing_fits(plan)
         return
-    yield f"Recommended: {best.choice.title}: {1e3 * best.rehearsal.seconds:.1f} ms a step, estimated."
+    yield f"Recommended: {best.choice.title}: {1e3 * best.found.seconds:.1f} ms a step, estimated."
     if best.choice.unit_names:
         count = len(best.choice.unit_names)
         yield f"Its {count} inner units are chosen by name: give `fully_shard` the options in `plan.best.choice.options`."
     if best.choice.dimensions != ALONE:
         yield from _mesh_of(plan, best)
     yield from _price_of_recomputing(plan, best)
-    if best.rehearsal.host_held:
-        kinds = ", ".join(f"{kind} {size(held)}" for kind, held in best.rehearsal.host_held.items())
-        yield f"Each rank needs {size(best.rehearsal.host_peak)} of host memory: {kinds}."
+    if best.found.host_held:
+        kinds = ", ".join(f"{kind} {size(held)}" for kind, held in best.found.host_held.items())
+        yield f"Each rank needs {size(best.found.host_peak)} of host memory: {kinds}."
     fitting = [one for one in plan.candidates if plan.fits(one)]
-    if len(fitting) > 1 and fitting[1].rehearsal is not None:
-        excess = fitting[1].rehearsal.seconds / best.rehearsal.seconds - 1
+    if len(fitting) > 1:
+        excess = fitting[1].found.seconds / best.found.seconds - 1
         yield f"Second: {fitting[1].choice.title}, {f'{excess:.1%} slower' if excess >= 0.0005 else 'as fast'}."
-    faster = [
-        one for one in plan.candidates if one.rehearsal and not plan.fits(one) and one.rehearsal.seconds < best.rehearsal.seconds
-    ]
-    for one in sorted(faster, key=lambda one: one.rehearsal.peak if one.rehearsal else 0)[:1]:
-        assert one.rehearsal is not None
-        gain = 1 - one.rehearsal.seconds / best.rehearsal.seconds
-        yield f"{one.choice.title} would be {gain:.1%} faster, and needs {size(one.rehearsal.peak - plan.usable)} more memory."
+    faster = [one for one in plan.shown if not plan.fits(one) and one.found.seconds < best.found.seconds]
+    for one in sorted(faster, key=lambda one: one.found.peak)[:1]:
+        gain = 1 - one.found.seconds / best.found.seconds
+        yield f"{one.choice.title} would be {gain:.1%} faster, and needs {size(one.found.peak - plan.usable)} more memory."
 
 
 def _mesh_of(plan: Plan, one: Candidate) -> Iterator[str]:
@@ -217,23 +224,22 @@ def _mesh_of(plan: Plan, one: Candidate) -> Iterator[str]:
     flat = f'._flatten("{DATA}")' if of_experts else ""
     part = f"{'each stage' if stages > 1 else 'the model'}{'' if of_experts else ' is sharded'}"
     yield f"Then {of_experts}{part} over mesh[{names}]{flat}."
-    for number, stage in enumerate(one.rehearsal.stages if one.rehearsal else ()):
+    for number, stage in enumerate(one.found.stages):
         yield f"Stage {number}: {size(stage.peak)} of each rank, {1e3 * stage.seconds:.1f} ms without the bubble."
 
 
 def _price_of_recomputing(plan: Plan, best: Candidate) -> Iterator[str]:
     """What checkpointing costs beside the same choice without it."""
     plain = {**asdict(best.choice), "checkpointing": False}
-    for one in plan.candidates:
-        if best.choice.checkpointing and asdict(one.choice) == plain and one.rehearsal and best.rehearsal:
-            more = best.rehearsal.computing / one.rehearsal.computing - 1
+    for one in plan.shown:
+        if best.choice.checkpointing and asdict(one.choice) == plain:
+            more = best.found.computing / one.found.computing - 1
             yield f"Checkpointing computes {more:.0%} more. Only waiting for collectives hides it."
 
 
 def _nothing_fits(plan: Plan) -> Iterator[str]:
-    smallest = next(one for one in plan.candidates if one.rehearsal is not None)
-    found = smallest.rehearsal
-    assert found is not None
+    smallest = plan.shown[0]
+    found = smallest.found
     yield f"Nothing fits. The smallest is {smallest.choice.title}: it needs {size(found.peak - plan.usable)} more."
     kind, held = max(found.held.items(), key=lambda item: item[1])
     remedies = {

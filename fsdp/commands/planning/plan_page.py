@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from fsdp.commands.planning.comparison import HEADER, Candidate, Plan, advice, row
-from fsdp.commands.reporting.formats import size
-from fsdp.commands.reporting.html import bullets, document, html_table, plot_layout, plotly_source, section
-from fsdp.file_errors import file_errors
+from fsdp.commands.reporting.formats import size, write_text
+from fsdp.commands.reporting.html import bars, bullets, document, html_table, plot_layout, plotly_source, section
 
 _COLOURS: Final = ("#3366aa", "#e0a030", "#228866", "#885599", "#cc4433", "#777777", "#223344", "#b8b8b8")
 _GIB: Final = 2**30
@@ -28,16 +27,16 @@ def write_plan(path: Path, plan: Plan) -> None:
     Raises:
         ShardingError: the package plotly is missing, or the file system refuses the file.
     """
-    text = page_of(plotly_source("plan --html"), plan)
-    with file_errors(f"plan: {path}", path):
-        path.write_text(text, encoding="utf-8")
+    write_text("plan", path, page_of(plotly_source("plan --html"), plan))
 
 
 def page_of(plotly: str, plan: Plan) -> str:
     """The whole page. `plotly`: the source of plotly.js."""
     device = plan.cluster.device
     title = f"Plan for {plan.parameters:,} parameters on {plan.world_size} ranks"
-    shown = [one for one in plan.candidates if one.rehearsal is not None]
+    shown = plan.shown
+    kinds = list(dict.fromkeys(kind for one in shown for kind in one.found.held))
+    sizes = [[one.choice.title, *(size(one.found.held.get(kind, 0)) for kind in kinds)] for one in shown]
     refused = [f"{one.choice.title}: {one.refusal}" for one in plan.candidates if one.rehearsal is None]
     body = [
         f"<h1>{escape(title)}</h1>",
@@ -50,7 +49,7 @@ def page_of(plotly: str, plan: Plan) -> str:
             "memory",
             "Peak memory of a rank by kind",
             f"At the moment when most is held. The limit is {size(plan.usable)}: the memory without the reserve.",
-            html_table(["choice", *_kinds(shown)], [[one.choice.title, *_sizes(one, shown)] for one in shown]),
+            html_table(["choice", *kinds], sizes),
             True,
         ),
         section(
@@ -73,57 +72,39 @@ def page_of(plotly: str, plan: Plan) -> str:
             ]
         ),
     ]
-    return document(plotly, title, body, {"memory": _memory(plan, shown), "time": _time(shown)})
+    return document(plotly, title, body, {"memory": _memory(plan, kinds), "time": _time(shown)})
 
 
-def _kinds(shown: list[Candidate]) -> list[str]:
-    return list(dict.fromkeys(kind for one in shown if one.rehearsal for kind in one.rehearsal.held))
+def _titles(shown: list[Candidate]) -> list[str]:
+    return [one.choice.title.replace(", ", "<br>") for one in shown]
 
 
-def _sizes(one: Candidate, shown: list[Candidate]) -> list[str]:
-    assert one.rehearsal is not None
-    return [size(one.rehearsal.held.get(kind, 0)) for kind in _kinds(shown)]
-
-
-def _memory(plan: Plan, shown: list[Candidate]) -> dict[str, Any]:
-    titles = [one.choice.title.replace(", ", "<br>") for one in shown]
+def _memory(plan: Plan, kinds: list[str]) -> dict[str, Any]:
+    shown = plan.shown
     data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": kind,
-            "y": titles,
-            "x": [one.rehearsal.held.get(kind, 0) / _GIB for one in shown if one.rehearsal],
-            "marker": {"color": _COLOURS[number % len(_COLOURS)]},
-            "hovertemplate": f"%{{y}}: {kind} %{{x:.2f}} GiB<extra></extra>",
-        }
-        for number, kind in enumerate(_kinds(shown))
+        bars(
+            kind,
+            _titles(shown),
+            [one.found.held.get(kind, 0) / _GIB for one in shown],
+            _COLOURS[number % len(_COLOURS)],
+            f"%{{y}}: {kind} %{{x:.2f}} GiB",
+        )
+        for number, kind in enumerate(kinds)
     ]
     limit = plan.usable / _GIB
     line = {"type": "line", "x0": limit, "x1": limit, "y0": 0, "y1": 1, "yref": "paper", "line": {"dash": "dash"}}
-    longest = max(one.rehearsal.peak for one in shown if one.rehearsal)
+    longest = max(one.found.peak for one in shown)
     # a limit far away would leave the bars too short to read
     return {"data": data, "layout": _bars(len(shown), "GiB", shapes=[line] if plan.usable <= _FARTHEST * longest else [])}
 
 
 def _time(shown: list[Candidate]) -> dict[str, Any]:
-    titles = [one.choice.title.replace(", ", "<br>") for one in shown]
-    found = [one.rehearsal for one in shown if one.rehearsal]
     parts = {
-        "computing": [1e3 * one.computing for one in found],
-        "waiting for collectives": [1e3 * sum(one.exposed.values()) for one in found],
+        "computing": ([1e3 * one.found.computing for one in shown], "#3366aa"),
+        "waiting for collectives": ([1e3 * sum(one.found.exposed.values()) for one in shown], "#cc4433"),
     }
     data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "y": titles,
-            "x": values,
-            "marker": {"color": colour},
-            "hovertemplate": f"%{{y}}: {name} %{{x:.1f}} ms<extra></extra>",
-        }
-        for (name, values), colour in zip(parts.items(), ("#3366aa", "#cc4433"), strict=True)
+        bars(name, _titles(shown), values, colour, f"%{{y}}: {name} %{{x:.1f}} ms") for name, (values, colour) in parts.items()
     ]
     return {"data": data, "layout": _bars(len(shown), "milliseconds")}
 

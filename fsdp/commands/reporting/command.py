@@ -7,13 +7,13 @@ from typing import Any
 
 from fsdp.commands.reporting.advice import advise
 from fsdp.commands.reporting.clocks import aligned, merged
+from fsdp.commands.reporting.formats import write_text
 from fsdp.commands.reporting.numbers import numbers_of
 from fsdp.commands.reporting.rank_trace import missing_ranks, read_traces, refuse_missing
 from fsdp.commands.reporting.report_page import write_page
 from fsdp.commands.reporting.text import lines_of
 from fsdp.commands.reporting.who import answers_in, ask, run_dir_of, table_of
 from fsdp.errors import ShardingError
-from fsdp.file_errors import file_errors
 
 
 def add_trace(commands: Any) -> None:
@@ -47,7 +47,7 @@ def run_trace(given: argparse.Namespace) -> int:
         refuse_missing(traces)
         if given.out.exists() and any(map(given.out.samefile, given.traces)):
             raise ShardingError(f"merge: {given.out} is one of the traces, and would be lost; give another file as --out.")
-        _write_json(given.out, merged(traces), "merge")
+        write_text("merge", given.out, json.dumps(merged(traces)))
         print(f"wrote {given.out}")
         return 0
     if not given.allow_missing:
@@ -60,7 +60,7 @@ def run_trace(given: argparse.Namespace) -> int:
         steps = {str(one.rank): vars(one.typical) | {"length": one.typical.length, "rest": one.typical.rest} for one in numbers}
         for step in steps.values():
             step["exposed"] = {f"{lane}: {unit}": waited for (lane, unit), waited in step["exposed"].items()}
-        _write_json(given.json, {"steps": steps, "advice": [vars(one) for one in advice]}, "report")
+        write_text("report", given.json, json.dumps({"steps": steps, "advice": [vars(one) for one in advice]}))
     if given.html is not None:
         write_page(given.html, traces, numbers, offsets, missing, advice)
         print(f"wrote {given.html}")
@@ -74,8 +74,3 @@ def run_who(given: argparse.Namespace) -> int:
     answers = ask(folder, given.timeout)
     print("\n".join(table_of(known, answers, given.stacks)))
     return 0 if len(answers) == max((one["world_size"] for one in known.values()), default=0) else 1
-
-
-def _write_json(path: Path, content: Any, command: str) -> None:
-    with file_errors(f"{command}: {path}", path):
-        path.write_text(json.dumps(content), encoding="utf-8")

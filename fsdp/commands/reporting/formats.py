@@ -1,6 +1,9 @@
-"""Times, sizes and tables as text."""
+"""Times, sizes and tables as text, and files of it."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fsdp.file_errors import file_errors
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -21,3 +24,13 @@ def size(count: float) -> str:
         if count >= least:
             return f"{count / least:.2f} {unit}"
     return f"{count:.0f} B"
+
+
+def write_text(command: str, path: Path, text: str) -> None:
+    """Write a file, for this command.
+
+    Raises:
+        ShardingError: the file system refuses the file.
+    """
+    with file_errors(f"{command}: {path}", path):
+        path.write_text(text, encoding="utf-8")

@@ -101,6 +101,14 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><thead>{cells('th', header)}</thead><tbody>{''.join(cells('td', row) for row in rows)}</tbody></table>"
 
 
+def bars(name: str, y: Sequence[str], x: Sequence[float], colour: str, hover: str) -> dict[str, Any]:
+    """What plotly.js draws as horizontal bars of one colour. `hover`: what the pointer shows, in the words of plotly.js."""
+    return {
+        **{"type": "bar", "orientation": "h", "name": name, "y": y, "x": x},
+        **{"marker": {"color": colour}, "hovertemplate": f"{hover}<extra></extra>"},
+    }
+
+
 def plot_layout(height: int, x: str, **more: Any) -> dict[str, Any]:
     """What plotly.js needs to place a plot. `height`: in pixels. `x`: the title of the lower axis."""
     return {

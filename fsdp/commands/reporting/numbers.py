@@ -122,12 +122,12 @@ def slowest(ranks: Sequence[RankNumbers]) -> tuple[RankNumbers, float]:
 
 
 def _step_numbers(trace: RankTrace, step: Slice) -> StepNumbers:
-    collectives = _inside(trace.collectives, step)
-    waits, computes = waits_of(collectives), [one[:2] for one in _inside(trace.computing, step)]
-    engine = [one[:2] for one in _inside(trace.engine, step)]
+    collectives = inside(trace.collectives, step)
+    waits, computes = waits_of(collectives), [one[:2] for one in inside(trace.computing, step)]
+    engine = [one[:2] for one in inside(trace.engine, step)]
     exposed: Counter[tuple[str, str]] = Counter()
     for one in collectives:
-        exposed[_KINDS.get(one.args["collective"], OTHERS), one.args["unit"]] += one.args.get("waited", 0.0)
+        exposed[lane_of(one), one.args["unit"]] += one.args.get("waited", 0.0)
     peak, held = _peak(trace.memory, step)
     kinds = [one.args["collective"] for one in collectives]
     return StepNumbers(
@@ -148,7 +148,13 @@ def _step_numbers(trace: RankTrace, step: Slice) -> StepNumbers:
     )
 
 
-def _inside(slices: Sequence[Slice], step: Slice) -> list[Slice]:
+def lane_of(collective: Slice) -> str:
+    """The lane of a collective in the report."""
+    return _KINDS.get(collective.args["collective"], OTHERS)
+
+
+def inside(slices: Iterable[Slice], step: Slice | StepNumbers) -> list[Slice]:
+    """Those that begin in a step."""
     return [one for one in slices if step.began <= one.began < step.ended]
 
 

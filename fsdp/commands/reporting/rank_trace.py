@@ -16,14 +16,7 @@ VERSION: Final = 1
 _MARK: Final = "fsdp"
 _SAVE: Final = "Save traces with `trace.save` of `fsdp.trace`."
 _NUMBER: Final = (int, float)
-_INFO: Final = {
-    "rank": int,
-    "world_size": int,
-    "host": str,
-    "began_at": _NUMBER,
-    "unit_bytes": list,
-    "options": dict,
-}
+_INFO: Final = {"rank": int, "world_size": int, "host": str, "began_at": _NUMBER, "unit_bytes": list, "options": dict}
 _OPTIONS: Final = {"prefetch": int, "reshard": str, "ranks": str, "device": str}
 _EVENT: Final = {"ph": str, "pid": int, "tid": int, "name": str}
 _TIMED: Final = {"ts": _NUMBER, "args": dict}
@@ -83,7 +76,7 @@ def read_traces(paths: Sequence[Path]) -> list[RankTrace]:
             found[trace.rank] = trace
     sizes = {trace.world_size for trace in found.values()}
     if len(sizes) != 1:
-        raise ShardingError(f"the traces are of jobs with {_list(sizes)} ranks; give those of one job.")
+        raise ShardingError(f"the traces are of jobs with {' and '.join(map(str, sorted(sizes)))} ranks; give those of one job.")
     return [found[rank] for rank in sorted(found)]
 
 
@@ -112,17 +105,8 @@ def trace_of(info: dict[str, Any], events: Sequence[dict[str, Any]]) -> RankTrac
         return sorted(Slice(one["ts"], one["ts"] + one["dur"], one["name"], one["args"]) for one in found)
 
     memory = [(one["ts"], one["args"]) for one in events if one.get("cat") == "memory"]
-    return RankTrace(
-        info["rank"],
-        info["world_size"],
-        info,
-        slices("step"),
-        slices("compute"),
-        slices("engine"),
-        slices("collective"),
-        memory,
-        events,
-    )
+    steps, computing, engine, collectives = map(slices, ("step", "compute", "engine", "collective"))
+    return RankTrace(info["rank"], info["world_size"], info, steps, computing, engine, collectives, memory, events)
 
 
 def _read(path: Path) -> Iterable[RankTrace]:
@@ -148,10 +132,6 @@ def _read(path: Path) -> Iterable[RankTrace]:
         raise ShardingError(f"{path}: {reason}; the file was changed. {_SAVE}") from None
     for part in parts:
         yield trace_of(part, [one for one in content["traceEvents"] if one["pid"] == part["rank"]])
-
-
-def _list(numbers: Iterable[int]) -> str:
-    return " and ".join(map(str, sorted(numbers)))
 
 
 def _check_infos(infos: Any) -> None:

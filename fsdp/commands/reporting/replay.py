@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
-from fsdp.commands.reporting.numbers import RankNumbers, StepNumbers
+from fsdp.commands.reporting.numbers import RankNumbers, StepNumbers, inside
 from fsdp.commands.reporting.rank_trace import RankTrace, Slice
 from fsdp.errors import ShardingError
 
@@ -62,7 +62,7 @@ def ranks_of(traces: Sequence[RankTrace], numbers: Sequence[RankNumbers], number
     steps = [next(step for step in one.steps if step.number == number) for one in numbers]
     launched: dict[Key, float] = {}
     for trace, step in zip(traces, steps, strict=True):
-        for one in _of_step(trace, step):
+        for one in inside(trace.collectives, step):
             if one.args["ranks"] == len(traces):
                 launched[_key(one)] = max(launched.get(_key(one), one.began), one.began)
     return [_rank_of(trace, step, launched) for trace, step in zip(traces, steps, strict=True)]
@@ -221,7 +221,7 @@ def _is_gather(one: Operation, in_backward: bool) -> bool:
 
 
 def _rank_of(trace: RankTrace, step: StepNumbers, launched: dict[Key, float]) -> ReplayedRank:
-    collectives = _of_step(trace, step)
+    collectives = inside(trace.collectives, step)
     wire, taken = _measured(collectives, launched)
     slice_of_step = next(one for one in trace.steps if one.args["step"] == step.number)
     return ReplayedRank(list(_operations(collectives, step, taken, slice_of_step.args["backward_began"])), wire)
@@ -303,10 +303,6 @@ def _fit(exact: Sequence[tuple[int, float]]) -> Wire:
     slope = (time[1] - time[0]) / (size[1] - size[0]) if size[1] > size[0] else 0.0
     slope = max(0.0, slope)
     return Wire(max(0.0, time[0] - slope * size[0]), slope)
-
-
-def _of_step(trace: RankTrace, step: StepNumbers) -> list[Slice]:
-    return [one for one in trace.collectives if step.began <= one.began < step.ended]
 
 
 def _key(one: Slice) -> Key:

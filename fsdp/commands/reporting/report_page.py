@@ -7,24 +7,25 @@ from typing import Any, Final
 
 from fsdp.commands.reporting.advice import Advice
 from fsdp.commands.reporting.clocks import Offset
-from fsdp.commands.reporting.formats import milliseconds, size
-from fsdp.commands.reporting.html import bullets, document, html_table, plot_layout, plotly_source, section
-from fsdp.commands.reporting.numbers import RankNumbers, StepNumbers, slowest
+from fsdp.commands.reporting.formats import milliseconds, size, write_text
+from fsdp.commands.reporting.html import bars, bullets, document, html_table, plot_layout, plotly_source, section
+from fsdp.commands.reporting.numbers import GATHERS, OTHERS, REDUCTIONS, RankNumbers, StepNumbers, inside, lane_of, slowest
 from fsdp.commands.reporting.rank_trace import RankTrace, Slice
 from fsdp.commands.reporting.text import advice_line, exposed_units
-from fsdp.file_errors import file_errors
 
 COLOURS: Final = {
     "computing": "#3366aa",
     "exposed communication": "#cc4433",
     "host of the engine": "#e0a030",
     "rest": "#b8b8b8",
-    "gathers": "#228866",
-    "reductions": "#885599",
-    "other collectives": "#777777",
+    GATHERS: "#228866",
+    REDUCTIONS: "#885599",
+    OTHERS: "#777777",
 }
 """Told apart also without red and green: they differ in brightness."""
 _MOST_BARS: Final = 40
+_WAITED: Final = "milliseconds waited in a step"
+_SINCE: Final = "milliseconds since the step began"
 
 
 def write_page(
@@ -40,9 +41,7 @@ def write_page(
     Raises:
         ShardingError: the package plotly is missing, or the file system refuses the file.
     """
-    text = page_of(plotly_source("report --html"), traces, numbers, offsets, missing, advice)
-    with file_errors(f"report: {path}", path):
-        path.write_text(text, encoding="utf-8")
+    write_text("report", path, page_of(plotly_source("report --html"), traces, numbers, offsets, missing, advice))
 
 
 def page_of(
@@ -112,23 +111,13 @@ def _shares(step: StepNumbers) -> dict[str, float]:
 
 def _parts(numbers: Sequence[RankNumbers]) -> dict[str, Any]:
     ranks = [f"rank {one.rank}" for one in numbers]
+    shares = [_shares(one.typical) for one in numbers]
     data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "y": ranks,
-            "x": [_shares(one.typical)[name] / 1e3 for one in numbers],
-            "marker": {"color": COLOURS[name]},
-            "hovertemplate": f"%{{y}}: {name} %{{x:.2f}} ms<extra></extra>",
-        }
-        for name in _shares(numbers[0].typical)
+        bars(name, ranks, [one[name] / 1e3 for one in shares], COLOURS[name], f"%{{y}}: {name} %{{x:.2f}} ms")
+        for name in shares[0]
     ]
-    height = 190 + 28 * len(ranks)
-    return {
-        "data": data,
-        "layout": plot_layout(height, "milliseconds of a step", barmode="stack", yaxis={"autorange": "reversed"}),
-    }
+    layout = plot_layout(190 + 28 * len(ranks), "milliseconds of a step", barmode="stack", yaxis={"autorange": "reversed"})
+    return {"data": data, "layout": layout}
 
 
 def _parts_table(numbers: Sequence[RankNumbers]) -> str:
@@ -143,22 +132,11 @@ def _exposed(numbers: Sequence[RankNumbers]) -> dict[str, Any]:
     data = []
     for lane in dict.fromkeys(lane for lane, _, _ in found):
         waits = {unit: waited / 1e3 for one, unit, waited in found if one == lane}
-        data.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": lane,
-                "y": units,
-                "x": [waits.get(unit, 0) for unit in units],
-                "marker": {"color": COLOURS[lane]},
-                "hovertemplate": f"{lane} of %{{y}}: %{{x:.3f}} ms<extra></extra>",
-            }
-        )
-    layout = plot_layout(210 + 24 * len(units), "milliseconds waited in a step", barmode="stack")
-    return {
-        "data": data,
-        "layout": {**layout, "yaxis": {"type": "category", "autorange": "reversed", "automargin": True}, "narrowLeft": 110},
-    }
+        x = [waits.get(unit, 0) for unit in units]
+        data.append(bars(lane, units, x, COLOURS[lane], f"{lane} of %{{y}}: %{{x:.3f}} ms"))
+    axis = {"type": "category", "autorange": "reversed", "automargin": True}
+    height = 210 + 24 * len(units)
+    return {"data": data, "layout": plot_layout(height, _WAITED, barmode="stack", yaxis=axis, narrowLeft=110)}
 
 
 def _exposed_table(numbers: Sequence[RankNumbers]) -> str:
@@ -171,32 +149,18 @@ def _timeline(trace: RankTrace, step: StepNumbers) -> dict[str, Any]:
     lanes: dict[str, list[Slice]] = {
         "computing": list(trace.computing),
         "host of the engine": list(trace.engine),
-        "gathers": [one for one in trace.collectives if one.args["collective"] == "all_gather"],
-        "reductions": [one for one in trace.collectives if one.args["collective"] == "reduce_scatter"],
-        "other collectives": [one for one in trace.collectives if one.args["collective"] not in ("all_gather", "reduce_scatter")],
+        **{lane: [one for one in trace.collectives if lane_of(one) == lane] for lane in (GATHERS, REDUCTIONS, OTHERS)},
     }
     data = []
     for lane, slices in lanes.items():
-        inside = [one for one in slices if step.began <= one.began < step.ended]
-        data.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": lane,
-                "showlegend": False,
-                "y": [lane] * len(inside),
-                "base": [(one.began - step.began) / 1e3 for one in inside],
-                "x": [one.length / 1e3 for one in inside],
-                "customdata": [_told(one) for one in inside],
-                "opacity": 0.75,
-                "marker": {"color": COLOURS[lane], "line": {"color": "#ffffff", "width": 0.5}},
-                "hovertemplate": "%{customdata}<br>at %{base:.3f} ms, for %{x:.3f} ms<extra></extra>",
-            }
-        )
-    layout = plot_layout(
-        360, "milliseconds since the step began", barmode="overlay", yaxis={"autorange": "reversed", "automargin": True}
-    )
-    return {"data": data, "layout": {**layout, "narrowLeft": 110}}
+        found = inside(slices, step)
+        hover = "%{customdata}<br>at %{base:.3f} ms, for %{x:.3f} ms"
+        shown = bars(lane, [lane] * len(found), [one.length / 1e3 for one in found], COLOURS[lane], hover)
+        shown["marker"]["line"] = {"color": "#ffffff", "width": 0.5}
+        shown |= {"base": [(one.began - step.began) / 1e3 for one in found], "customdata": [_told(one) for one in found]}
+        data.append({**shown, "showlegend": False, "opacity": 0.75})
+    axis = {"autorange": "reversed", "automargin": True}
+    return {"data": data, "layout": plot_layout(360, _SINCE, barmode="overlay", yaxis=axis, narrowLeft=110)}
 
 
 def _told(one: Slice) -> str:
@@ -224,8 +188,7 @@ def _memory(trace: RankTrace, step: StepNumbers) -> dict[str, Any]:
         }
         for kind in kinds
     ]
-    layout = plot_layout(340, "milliseconds since the step began", hovermode="x unified", yaxis={"title": {"text": "MiB"}})
-    return {"data": data, "layout": layout}
+    return {"data": data, "layout": plot_layout(340, _SINCE, hovermode="x unified", yaxis={"title": {"text": "MiB"}})}
 
 
 def _memory_table(step: StepNumbers) -> str:
