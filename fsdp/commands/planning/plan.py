@@ -24,7 +24,7 @@ from fsdp.commands.planning.choices import (
     other_sizes,
 )
 from fsdp.commands.planning.comparison import Candidate, Fewest, Plan
-from fsdp.commands.rehearsal.hardware import Cluster, Device, Link, find_device, find_network
+from fsdp.commands.rehearsal.hardware import DEVICES, NETWORKS, Cluster, Device, Link, find
 from fsdp.commands.rehearsal.kernels import ATTENTION, Attention
 from fsdp.commands.rehearsal.pipeline import rehearse_all
 from fsdp.commands.rehearsal.rehearse import Batch, Dimensions, Job
@@ -136,9 +136,8 @@ def plan(
         )
     if attention not in ATTENTION:
         raise ShardingError(f"plan: attention is {attention!r}; give one of {', '.join(ATTENTION)}.")
-    found = find_device(device) if isinstance(device, str) else device
-    link = find_network(network) if isinstance(network, str) else network
-    cluster = Cluster(found, link, per_host)
+    found = find("device", DEVICES, device, "Device")
+    cluster = Cluster(found, find("network", NETWORKS, network, "Link"), per_host)
     template = _on_meta(model_or_builder)
     if params is not None:
         template.to(params)
@@ -239,7 +238,7 @@ def _smallest_ranks(job_of: Callable[[Dimensions], Job], candidates: Sequence[Ca
     sharded = [one for one in candidates if one.rehearsal is not None and one.choice.mesh is None]
     if not sharded:
         raise ShardingError("plan: max_ranks needs a strategy that spreads over all ranks, such as FULL_SHARD.")
-    choice = min(sharded, key=lambda one: one.rehearsal.peak if one.rehearsal else 0).choice
+    choice = min(sharded, key=lambda one: one.found.peak).choice
     job = job_of(choice.dimensions)
     per_host = job.cluster.per_host
     inside = [2**power for power in range(1, per_host.bit_length()) if 2**power < per_host]

@@ -4,14 +4,16 @@ The numbers are those of data sheets, which no program reaches. `EFFICIENCY` is 
 `fsdp.measure_links` replaces them by measured ones.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil, log2
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
 from fsdp.errors import ShardingError
 
+T = TypeVar("T")
 EFFICIENCY: Final = 0.5
 """The part of a device's peak that the matrix products of large models are assumed to reach. Measured on no device here."""
 LINK_EFFICIENCY: Final = 0.8
@@ -134,23 +136,14 @@ class Cluster:
         return replace(self.between, bandwidth=min(together * self.between.bandwidth, self.device.link.bandwidth))
 
 
-def find_device(name: str) -> Device:
-    """Return a device of the table.
+def find(kind: str, table: Mapping[str, T], given: str | T, cls: str) -> T:
+    """What is given, or what a table of this kind has under its name.
 
     Raises:
         ShardingError: there is none of that name.
     """
-    if name not in DEVICES:
-        raise ShardingError(f"plan: there is no device {name!r} in the table; give one of {', '.join(DEVICES)}, or a Device.")
-    return DEVICES[name]
-
-
-def find_network(name: str) -> Link:
-    """Return a link between hosts of the table.
-
-    Raises:
-        ShardingError: there is none of that name.
-    """
-    if name not in NETWORKS:
-        raise ShardingError(f"plan: there is no network {name!r} in the table; give one of {', '.join(NETWORKS)}, or a Link.")
-    return NETWORKS[name]
+    if not isinstance(given, str):
+        return given
+    if given not in table:
+        raise ShardingError(f"plan: there is no {kind} {given!r} in the table; give one of {', '.join(table)}, or a {cls}.")
+    return table[given]

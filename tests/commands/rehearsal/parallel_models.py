@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp
 from fsdp.commands.planning.shapes import Block, Decoder, Shape, parallelize_decoder
-from fsdp.commands.rehearsal.hardware import Cluster, find_device, find_network
+from fsdp.commands.rehearsal.hardware import DEVICES, NETWORKS, Cluster
 from fsdp.commands.rehearsal.rehearse import Batch, Dimensions, Job
 from tests.commands.rehearsal.models import WIDTH, Language, LlamaBlock
 
@@ -114,7 +114,7 @@ def job_of(case: Parallel, size: int, micro_batches: int = 1, rows: int = 2) -> 
         case.loss,
         lambda parameters: torch.optim.AdamW(parameters, foreach=False),
         size,
-        Cluster(find_device("cpu"), find_network("ethernet-10"), per_host=4),
+        Cluster(DEVICES["cpu"], NETWORKS["ethernet-10"], per_host=4),
         micro_batches,
         case.parallelize,
         case.loss_parallel,

@@ -7,7 +7,7 @@ import torch
 
 import fsdp
 from fsdp.comm.simulated import current_rank
-from fsdp.commands.rehearsal.hardware import Cluster, find_device, find_network
+from fsdp.commands.rehearsal.hardware import DEVICES, NETWORKS, Cluster
 from fsdp.commands.rehearsal.rehearse import WARM_UP, Batch, Job, rehearse
 from tests.commands.rehearsal.models import MODELS, Case
 from tests.support.everything import EVERYTHING
@@ -35,7 +35,7 @@ def job_of(case: Case, size: int, micro_batches: int = 1) -> Job:
         lambda output: output.float().square().mean(),
         lambda parameters: torch.optim.AdamW(parameters, foreach=False),
         size,
-        Cluster(find_device("cpu"), find_network("ethernet-10"), per_host=2),
+        Cluster(DEVICES["cpu"], NETWORKS["ethernet-10"], per_host=2),
         micro_batches,
     )
 
