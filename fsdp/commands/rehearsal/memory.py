@@ -10,13 +10,12 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from fsdp.commands.rehearsal.clock import Clock
 from fsdp.commands.rehearsal.hardware import Device
 from fsdp.commands.rehearsal.kernels import attention_flops
-from fsdp.commands.rehearsal.recall import Recall, is_collective, opens
+from fsdp.commands.rehearsal.recall import Recall, Recalling, is_collective, opens
 from fsdp.device.storage import MemoryTracker, size_of, storage_key
 from fsdp.params.gathered_copies import to_local
 from fsdp.shards.shard_tensor import local_operators
@@ -40,13 +39,12 @@ KINDS: Final = {
 """For each kind of the engine's memory tracker, its name in a plan."""
 
 
-class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Memory(Recalling):  # type: ignore[no-untyped-call]
     """Counts what the model and the optimizer hold, beside what the engine says of itself, and passes time for each operator."""
 
     def __init__(self, clock: Clock, recall: Recall) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(recall)
         self._clock = clock
-        self._recall = recall
         self._tracker = MemoryTracker()
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._live = 0
@@ -143,11 +141,6 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = {storage_key(one): size_of(one) for one in self._accumulated() if storage_key(one) in self._storages}
             self._of_both = said, (count := sum(made.values()))
         return count
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """As of `Recalling`."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if opens(types):
