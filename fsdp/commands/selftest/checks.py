@@ -6,6 +6,7 @@ Rule 1: the plain model trains on the batches of all ranks on one device, and th
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -126,10 +127,7 @@ def _accumulation(place: Place) -> str:
     model, optimizer = sharded_model(place, **DETERMINISTIC)
     other = make_model(place.device)
     for step in range(3):
-        if step < 2:
-            with fsdp.no_sync(model):
-                loss_of(model(batch(place.rank, step, place.device))).backward()  # type: ignore[no-untyped-call]
-        else:
+        with fsdp.no_sync(model) if step < 2 else nullcontext():
             loss_of(model(batch(place.rank, step, place.device))).backward()  # type: ignore[no-untyped-call]
         for rank in range(place.size):
             (loss_of(other(batch(rank, step, place.device))) / place.size).backward()  # type: ignore[no-untyped-call]

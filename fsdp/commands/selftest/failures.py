@@ -53,7 +53,7 @@ def _too_large(number: int, layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x + x.new_empty(2**48) if number == LAYER else x)  # type: ignore[no-any-return]
 
 
-def _with_failure(place: Place, call: Call, raised: type[Exception]) -> str:
+def _with_failure(place: Place, call: Call | None, raised: type[Exception]) -> str:
     """Train, and let a step fail. Then repeat it."""
     model, optimizer = sharded_model(place, **DETERMINISTIC)
     train(place, model, optimizer, range(AT))
@@ -88,11 +88,7 @@ def on_one_rank(place: Place) -> str | None:
     fails = place.rank == place.size - 1
     if place.on_device:
         return _ends_the_others(place, fails)
-    return _with_failure(place, _in_forward, _Failure) if fails else _with_failure(place, _call, fsdp.PeerFailed)
-
-
-def _call(number: int, layer: nn.Module, x: Tensor) -> Tensor:
-    return layer(x)  # type: ignore[no-any-return]
+    return _with_failure(place, _in_forward, _Failure) if fails else _with_failure(place, None, fsdp.PeerFailed)
 
 
 def _ends_the_others(place: Place, fails: bool) -> str:
