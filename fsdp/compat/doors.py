@@ -67,16 +67,10 @@ DOORS: Final[dict[str, Door]] = {
         # for a module of torch's FSDP2 it reduces gradients by itself; for ours our stage does
         keeps=("torch.distributed.pipelining",),
     ),
-    "ddp": Door(
-        "fsdp.compat.ddp",
-        {"torch.nn.parallel": WHAT_IT_HAS, "torch.nn.parallel.distributed": WHAT_IT_HAS},
-    ),
+    "ddp": Door("fsdp.compat.ddp", {"torch.nn.parallel": WHAT_IT_HAS, "torch.nn.parallel.distributed": WHAT_IT_HAS}),
     "apex": Door(
         "fsdp.compat.apex",
-        {
-            "apex.parallel": ("DistributedDataParallel",),
-            "apex.parallel.distributed": ("DistributedDataParallel",),
-        },
+        {"apex.parallel": ("DistributedDataParallel",), "apex.parallel.distributed": ("DistributedDataParallel",)},
     ),
     "fairscale": Door(
         "fsdp.compat.fairscale",

@@ -152,31 +152,11 @@ def _find_adapters(theirs: Method) -> Method:
 
 
 PATCHES: Final = (
-    Patch(
-        "accelerate.state.AcceleratorState",
-        "__init__",
-        _shard_on_cpus,
-    ),
-    Patch(
-        "accelerate.utils.dataclasses.FullyShardedDataParallelPlugin",
-        "__post_init__",
-        _initialise_on_cpus,
-    ),
-    Patch(
-        "accelerate.utils.fsdp_utils",
-        "load_fsdp_optimizer",
-        _load_into_new_optimizers,
-    ),
-    Patch(
-        "peft.utils.save_and_load",
-        "get_peft_model_state_dict",
-        _find_adapters,
-    ),
-    Patch(
-        "peft.utils.save_and_load",
-        "set_peft_model_state_dict",
-        _find_adapters,
-    ),
+    Patch("accelerate.state.AcceleratorState", "__init__", _shard_on_cpus),
+    Patch("accelerate.utils.dataclasses.FullyShardedDataParallelPlugin", "__post_init__", _initialise_on_cpus),
+    Patch("accelerate.utils.fsdp_utils", "load_fsdp_optimizer", _load_into_new_optimizers),
+    Patch("peft.utils.save_and_load", "get_peft_model_state_dict", _find_adapters),
+    Patch("peft.utils.save_and_load", "set_peft_model_state_dict", _find_adapters),
 )
 """What `install` changes in Accelerate, and in peft where it is imported, and why."""
 

@@ -153,17 +153,13 @@ def numbered(state: FullOptimState) -> dict[str, Any]:
     """A full optimizer state with numbers in place of names, as an unsharded optimizer over the same parameters has it."""
     if not state:
         return {}
-    names = [name for group in state["param_groups"] for name in _names_of(group)]
+    groups: Sequence[Mapping[str, Any]] = state["param_groups"]
+    names = [name for group in groups for name in group["params"]]
     number = {name: index for index, name in enumerate(names)}
     return {
         "state": {number[name]: kept for name, kept in state["state"].items()},
-        "param_groups": [{**group, "params": [number[name] for name in _names_of(group)]} for group in state["param_groups"]],
+        "param_groups": [{**group, "params": [number[name] for name in group["params"]]} for group in groups],
     }
-
-
-def _names_of(group: Mapping[str, Any]) -> Sequence[str]:
-    names: Sequence[str] = group["params"]
-    return names
 
 
 def save_folder(path: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], extra: Mapping[str, Any]) -> None:
