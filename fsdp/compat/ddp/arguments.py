@@ -5,8 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 
 from fsdp.building.peer_options import refused_options, remedies_for
 from fsdp.errors import ShardingError
@@ -45,11 +44,6 @@ def input_device(module: nn.Module, device_ids: Sequence[Any] | None, output_dev
             f"and None on the host; the parameters are on {', '.join(sorted(map(str, found)))}."
         )
     return wanted.pop()
-
-
-def moved(inputs: Any, device: torch.device | None) -> Any:
-    """`inputs` with all tensors in it on `device`."""
-    return inputs if device is None else tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, inputs)
 
 
 def left_alone(module: nn.Module, broadcasts_buffers: bool) -> tuple[list[nn.Module], list[nn.Parameter]]:

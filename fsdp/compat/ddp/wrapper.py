@@ -21,9 +21,9 @@ from fsdp.compat.ddp.arguments import (
     checked_hook,
     input_device,
     left_alone,
-    moved,
     refuse_other_options,
 )
+from fsdp.compat.shared.instances import moved
 from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import UnitRef, refuse_unless_resting, unit_ref_of
@@ -234,11 +234,7 @@ class DistributedDataParallel(ReplicatedModule):
         """
         if not enable:
             return nullcontext()
-        return join.join(
-            self,
-            divides_by_all_ranks=divide_by_initial_world_size,
-            stops_at_first=throw_on_early_termination,
-        )
+        return join.join(self, divides_by_all_ranks=divide_by_initial_world_size, stops_at_first=throw_on_early_termination)
 
     @property
     def require_manual_backward_finalization(self) -> bool:

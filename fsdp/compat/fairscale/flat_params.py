@@ -4,12 +4,15 @@ Rule 1: a module whose parameters are flat has no Parameter of that name; a forw
 Rule 2: the views are made anew in each forward, because a vector's memory may have moved.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from fsdp.params.gathered_copies import full_tensor
 
 Slot = tuple[str, nn.Module, str]
 """The name of a module inside the wrapped one, the module, and the name of a parameter in it."""
@@ -61,8 +64,7 @@ class FlatParameter(nn.Parameter):
 
     def metadata(self) -> tuple[list[str], tuple[torch.Size, ...], tuple[int, ...]]:
         """Return the names, shapes and numbers of elements of the parameters."""
-        names = [".".join((path, name)) if path else name for path, _, name in self._param_infos]
-        return names, self._param_shapes, self._param_numels
+        return [joined(path, name) for path, _, name in self._param_infos], self._param_shapes, self._param_numels
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state)
@@ -75,6 +77,11 @@ class FlatParameter(nn.Parameter):
 def _rebuild(data: Tensor, requires_grad: bool) -> FlatParameter:
     """Make a FlatParameter again from what pickle saved. Its attributes follow."""
     return torch.Tensor._make_subclass(FlatParameter, data, requires_grad)
+
+
+def joined(path: str, name: str) -> str:
+    """The name of what is called `name` in the module at `path`."""
+    return f"{path}.{name}" if path else name
 
 
 def views_of(data: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -115,6 +122,46 @@ class Flat(NamedTuple):
 
 Shown = tuple[tuple[nn.Module, str, Tensor], ...]
 """Modules, names, and what each shall be. A tuple, because the engine takes tensors in a list attribute for outputs."""
+
+
+class SharedParam:
+    """One parameter of another instance, and the modules of this one that use it.
+
+    Its value is gathered in each forward of this instance. Its gradient is added to that of the owner.
+    """
+
+    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        self.parameter = parameter
+        self.dtype = dtype
+        self.slots: list[tuple[nn.Module, str]] = []
+
+    @property
+    def _shape(self) -> torch.Size:
+        shape: torch.Size = self.parameter._orig_size  # type: ignore[attr-defined]
+        return shape
+
+    def values(self) -> Shown:
+        """The full value for each module that uses it. Communicates."""
+        value = full_tensor(self.parameter)[: prod(self._shape)].view(self._shape).to(self.dtype)
+        return tuple((module, name, value) for module, name in self.slots)
+
+    def placeholders(self) -> Shown:
+        """What each module shows outside a forward: a tensor with a shape and no memory."""
+        placeholder = torch.empty(self._shape, dtype=self.dtype, device="meta")
+        return tuple((module, name, placeholder) for module, name in self.slots)
+
+    @contextmanager
+    def shown_in_full(self) -> Generator[None, None, None]:
+        """Let the modules have the parameter inside, while its owner has its full value."""
+        value = full_tensor(self.parameter).detach()[: prod(self._shape)].view(self._shape)
+        shown = nn.Parameter(value, self.parameter.requires_grad)
+        for module, name in self.slots:
+            module._parameters[name] = shown
+        try:
+            yield
+        finally:
+            for module, name in self.slots:
+                del module._parameters[name]
 
 
 def show(values: Shown) -> None:

@@ -4,13 +4,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp.building.copies import Copier
-from fsdp.compat.fairscale.flat_params import Flat, FlatParameter, Shown, Slot, hide, record, show, slots_in, views_of
+from fsdp.compat.fairscale.flat_params import (
+    Flat,
+    FlatParameter,
+    SharedParam,
+    Shown,
+    Slot,
+    hide,
+    joined,
+    record,
+    show,
+    slots_in,
+    views_of,
+)
+from fsdp.compat.shared.instances import Wrapper, rename
 from fsdp.errors import ShardingError
 from fsdp.params.module_tree import ModuleTree
 from fsdp.params.param_info import kept_accumulator
@@ -18,17 +31,7 @@ from fsdp.params.shown_params import ParamDict
 from fsdp.runtime.registry import UnitRef
 
 
-class Shared(Protocol):
-    """A parameter from elsewhere that modules show."""
-
-    def values(self) -> Shown:
-        """What they show in a forward."""
-
-    def placeholders(self) -> Shown:
-        """What they show outside a forward."""
-
-
-class FlattenParamsWrapper(nn.Module):
+class FlattenParamsWrapper(Wrapper):
     """Holds the parameters of a module in a few vectors and runs its forward with views of them.
 
     Args:
@@ -37,6 +40,8 @@ class FlattenParamsWrapper(nn.Module):
         flat_param_names: a name for each vector. Default None: its number.
         multiple: a vector's length is rounded up to a multiple of this number.
     """
+
+    _held = _asked = "_fpw_module"
 
     def __init__(
         self,
@@ -55,7 +60,7 @@ class FlattenParamsWrapper(nn.Module):
         """What the modules showed in the last forward."""
         self.views: Shown = ()
         """What the modules show in place of parameters."""
-        self._shared: Sequence[Shared] = ()
+        self._shared: Sequence[SharedParam] = ()
         """What else the modules show."""
         self._views_outside_forward = True
         self._shown: list[nn.Parameter] = []
@@ -104,7 +109,7 @@ class FlattenParamsWrapper(nn.Module):
             self.flats.append(flat)
             self.num_params_managed += 1
 
-    def stop_showing_views(self, shared: Sequence["Shared"] = ()) -> None:
+    def stop_showing_views(self, shared: Sequence[SharedParam] = ()) -> None:
         """Show no views outside a forward from now on, because the vectors have their full length in a forward only.
 
         `shared`: parameters from elsewhere, which the modules show too.
@@ -122,7 +127,7 @@ class FlattenParamsWrapper(nn.Module):
         self.hide_views()
 
     def _flatten(self, group: Sequence[nn.Parameter], name: str, places: dict[int, list[Slot]], multiple: int) -> None:
-        flat = FlatParameter(group, _the_same(group, "requires_grad"), multiple)
+        flat = FlatParameter(group, _requires_grad(group), multiple)
         slots = [places[id(p)] for p in group]
         flat.set_slots(slots)
         for parameter in group:
@@ -224,21 +229,8 @@ class FlattenParamsWrapper(nn.Module):
         """Return the names, shapes and numbers of elements of the parameters of one vector."""
         flat = self.flats[flat_param_idx]
         paths = {id(module): path for path, module in self._fpw_module.named_modules()}
-        firsts = [slots[0] for slots in flat.slots]
-        names = [f"{paths[id(module)]}.{name}" if paths[id(module)] else name for module, name in firsts]
+        names = [joined(paths[id(module)], name) for (module, name), *_ in flat.slots]
         return names, flat.shapes, [prod(shape) for shape in flat.shapes]
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped module if the wrapper has none of that name."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "_fpw_module":
-                raise
-            return getattr(self._fpw_module, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._fpw_module[key]  # type: ignore[index]
 
     def __getstate__(self) -> dict[str, Any]:
         return without_engine(self)
@@ -307,20 +299,20 @@ def _groups(module: nn.Module, param_list: Sequence[Any] | None) -> list[list[nn
     return [list(group) for group in given]
 
 
-def _the_same(group: Sequence[nn.Parameter], attribute: str) -> Any:
-    """The value that all parameters of a vector have in common.
+def _requires_grad(group: Sequence[nn.Parameter]) -> bool:
+    """Whether the parameters of a vector are trained.
 
     Raises:
-        AssertionError: they differ in `attribute` or in their dtype.
+        AssertionError: they differ in this or in their dtype.
     """
-    for name in ("dtype", attribute):
+    for name in ("dtype", "requires_grad"):
         values = {getattr(p, name) for p in group}
         if len(values) > 1:
             raise AssertionError(
                 f"the parameters of one flat parameter differ in {name}: {sorted(map(str, values))}; wrap those that differ "
                 "by themselves, or give flatten_parameters=False."
             )
-    return getattr(group[0], attribute)
+    return group[0].requires_grad
 
 
 def _show_parameters(flat: Flat, data: Tensor, requires_grad: bool) -> None:
@@ -348,15 +340,6 @@ def _take_back(flat: Flat, data: Tensor) -> None:
 
 
 OWN_NAME = "_fpw_module."
-
-
-def rename(state_dict: dict[str, Any], old: str, new: str) -> None:
-    """Replace the beginning `old` of names by `new`; the order stays."""
-    if not any(key.startswith(old) for key in state_dict):
-        return
-    items = [(new + key[len(old) :] if key.startswith(old) else key, value) for key, value in state_dict.items()]
-    state_dict.clear()
-    state_dict.update(items)
 
 
 def _remove_own_name(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -398,7 +381,7 @@ def _other_names(wrapper: FlattenParamsWrapper, slots: Sequence[tuple[nn.Module,
     """The names of a shared parameter after its first."""
     paths = {id(module): path for path, module in wrapper._fpw_module.named_modules()}
     for module, name in slots[1:]:
-        yield f"{paths[id(module)]}.{name}" if paths[id(module)] else name
+        yield joined(paths[id(module)], name)
 
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks")

@@ -6,8 +6,10 @@ from enum import StrEnum
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from fsdp.comm.communicator import Communicator
 from fsdp.comm.open_communicators import open_comms
 from fsdp.comm.simulated import current_rank
 from fsdp.compat.shared.plain_group import PlainGroup, shared_group
@@ -73,10 +75,14 @@ def all_reduce_max(tensor: Any, group: Any) -> None:
         open_comms(group, None, MeshKind.SHARD).world_comm.all_reduce(tensor, "max", "found inf").wait()
 
 
-def gather_chunks(chunk: Any, group: Any) -> Any:
-    """The chunks of all ranks of `group`, one after the other. Communicates."""
-    comm = open_comms(shared_group(group), None, MeshKind.SHARD).shard_comm
+def comm_of(group: Any) -> Communicator:
+    """A communicator of the engine over the ranks of `group`."""
+    return open_comms(shared_group(group), None, MeshKind.SHARD).shard_comm
+
+
+def gather_chunks(comm: Communicator, chunk: Tensor, label: str) -> Tensor:
+    """The chunks of all ranks, one after the other. Communicates."""
     full = chunk.new_empty(comm.size * chunk.numel())
     full.narrow(0, comm.rank * chunk.numel(), chunk.numel()).copy_(chunk.reshape(-1))
-    comm.all_gather(full, "shards made without a group").wait()
+    comm.all_gather(full, label).wait()
     return full

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.compat.fairscale.flat_params import Flat, views_of
+from fsdp.compat.fairscale.groups import gather_chunks
 from fsdp.compat.fairscale.sharding import instances_in
 
 EXTRA = ("param_id_map", "uncollected_local_ids")
@@ -87,10 +88,7 @@ def _gathered(instance: Any, flat: Flat, parameter: nn.Parameter, value: Any) ->
     if is_singleton_tensor(value) or value.numel() != parameter.numel():
         return [value.item() if is_singleton_tensor(value) else value.cpu().clone()] * len(flat.shapes)
     comm = instance._unit_ref.unit.comm
-    full = torch.empty(comm.size * value.numel(), dtype=value.dtype, device=value.device)
-    full.narrow(0, comm.rank * value.numel(), value.numel()).copy_(value.reshape(-1))
-    comm.all_gather(full, "full value of optimizer state").wait()
-    host = full.cpu()
+    host = gather_chunks(comm, value, "full value of optimizer state").cpu()
     return (
         [view.clone() for view in views_of(host, flat.shapes)]
         if instance.rank == 0 or comm.size == 1

@@ -2,9 +2,7 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
-from math import prod
 from typing import Any
 
 import torch
@@ -13,63 +11,20 @@ from torch.utils._pytree import tree_map
 
 from fsdp.api.wrap import fully_shard
 from fsdp.autograd.pytree import modules_within
+from fsdp.building.conversions import Conversion
 from fsdp.building.other_engines import refuse_other_engines
 from fsdp.building.shardable import check_renormalised
-from fsdp.compat.fairscale.flat_params import Shown, record
+from fsdp.compat.fairscale.flat_params import SharedParam, record
 from fsdp.compat.fairscale.flatten import OWN_NAME
 from fsdp.compat.fairscale.groups import ProcessGroupName, get_process_group_cached, is_process_group
-from fsdp.compat.shared.dtype_and_device import Conversion, changes, convert
+from fsdp.compat.shared.dtype_and_device import changes
+from fsdp.compat.shared.instances import WRAPPED_NAME, convert_from, drop_state_hooks, put_on
 from fsdp.compat.shared.plain_group import shared_group
 from fsdp.config import MixedPrecisionPolicy, OffloadPolicy, ReductionPolicy
 from fsdp.device.streams import current_accelerator
 from fsdp.errors import ShardingError
-from fsdp.params.gathered_copies import full_tensor
 from fsdp.params.module_tree import IGNORED
-from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import unit_ref_of
-
-
-class SharedParam:
-    """One parameter of another instance, and the modules of this one that use it.
-
-    Its value is gathered in each forward of this instance. Its gradient is added to that of the owner.
-    """
-
-    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        self.parameter = parameter
-        self.dtype = dtype
-        self.slots: list[tuple[nn.Module, str]] = []
-
-    @property
-    def _shape(self) -> torch.Size:
-        shape: torch.Size = self.parameter._orig_size  # type: ignore[attr-defined]
-        return shape
-
-    def values(self) -> Shown:
-        """The full value for each module that uses it. Communicates."""
-        value = full_tensor(self.parameter)[: prod(self._shape)].view(self._shape).to(self.dtype)
-        return tuple((module, name, value) for module, name in self.slots)
-
-    def placeholders(self) -> Shown:
-        """What each module shows outside a forward: a tensor with a shape and no memory."""
-        placeholder = torch.empty(self._shape, dtype=self.dtype, device="meta")
-        return tuple((module, name, placeholder) for module, name in self.slots)
-
-    @contextmanager
-    def shown_in_full(self) -> Generator[None, None, None]:
-        """Let the modules have the parameter inside, while its owner has its full value."""
-        value = full_tensor(self.parameter).detach()[: prod(self._shape)].view(self._shape)
-        shown = nn.Parameter(value, self.parameter.requires_grad)
-        for module, name in self.slots:
-            module._parameters[name] = shown
-        try:
-            yield
-        finally:
-            for module, name in self.slots:
-                del module._parameters[name]
-
-
-WRAPPED_NAME = "_fsdp_wrapped_module."
 
 
 def plain_name(name: str) -> str:
@@ -132,36 +87,18 @@ def computing_device(given: torch.device | None, offloads: bool, module: nn.Modu
     return given or here
 
 
-def move_to_computing_device(instance: Any) -> None:
-    """Move the vectors of an instance, and all buffers, to the device from which the engine offloads. Inner shards stay."""
-    for tensor in [*instance.params, *instance.module.buffers()]:
-        if tensor.device != instance.compute_device:
-            tensor.data = tensor.data.to(instance.compute_device)
-
-
 def move_units(instance: Any, fn: Conversion) -> None:
     """Move the shards of an instance and of those inside it, as `cuda()` asks for. The next forward refuses another dtype."""
     ref = unit_ref_of(instance.module)
-    if ref is None:
-        return
-    moved = [
-        index
-        for index in (ref.index, *sorted(ref.engine.descendants[ref.index]))
-        if changes(unit := ref.engine.units[index], fn) and not changes(unit, partial(_without_move, fn))
-    ]
-    if moved:
-        drop_state_hooks(convert(ref.engine, fn, moved))
-
-
-def _without_move(fn: Conversion, tensor: Tensor) -> Tensor:
-    """What `fn` makes of a tensor, on the device where that was."""
-    return fn(tensor).to(tensor.device)
+    if ref is not None:
+        # without the move `fn` changes nothing
+        convert_from(ref, fn, lambda unit: changes(unit, fn) and not changes(unit, lambda one: fn(one).to(one.device)))
 
 
 def shard(instance: Any) -> None:
     """Make the wrapped module a unit of the engine."""
-    if instance.move_params_to_cpu:
-        move_to_computing_device(instance)
+    if instance.move_params_to_cpu:  # from the device that computes the engine offloads; inner shards stay
+        put_on(instance.compute_device, [*instance.params, *instance.module.buffers()])
     inner = [one for one in instances_in(instance) if one is not instance]
     group = shared_group(instance.process_group)
     foreign = [one for one in inner if shared_group(one.process_group) is not group]
@@ -256,14 +193,6 @@ def take_shared(module: nn.Module, dtype: torch.dtype, has_own: bool) -> list[Sh
     for owner, name in chain.from_iterable(shared.slots for shared in found.values()):
         del owner._parameters[name]
     return list(found.values())
-
-
-def drop_state_hooks(engine: Engine) -> None:
-    """Remove the engine's hooks on state dicts, which have fairscale's formats."""
-    for unit in engine.units:
-        found = unit_ref_of(unit.module)
-        for handle in () if found is None else found.state_dict_handles:
-            handle.remove()
 
 
 def cast_inputs(args: Any, kwargs: Any, old: torch.dtype, new: torch.dtype, keeps_graph: bool) -> tuple[Any, Any]:

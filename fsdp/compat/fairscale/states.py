@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.api.summon import summoned_units
-from fsdp.compat.fairscale.flat_params import Flat, views_of
-from fsdp.compat.fairscale.flatten import rename
-from fsdp.compat.fairscale.groups import can_communicate, gather_chunks, global_rank
-from fsdp.compat.fairscale.sharding import WRAPPED_NAME, cast_buffers, instances_in, plain_name, shard
+from fsdp.compat.fairscale.flat_params import Flat, joined, views_of
+from fsdp.compat.fairscale.groups import can_communicate, comm_of, gather_chunks, global_rank
+from fsdp.compat.fairscale.sharding import cast_buffers, instances_in, plain_name, shard
+from fsdp.compat.shared.instances import WRAPPED_NAME, rename
 from fsdp.device.storage import storage_key
 
 _renaming = [True]
@@ -127,7 +127,7 @@ def local_metadata(root: Any) -> dict[str, Any]:
             for name, slots in zip(inside, flat.slots, strict=True):
                 base = plain_name(path)
                 tied += [(name, _below(names[id(module)], base, attribute)) for module, attribute in slots[1:]]
-                owners[id(flat.parameter)] = _join(base, name)
+                owners[id(flat.parameter)] = joined(base, name)
         described.append(
             {
                 "fsdp_path": plain_name(path),
@@ -140,18 +140,14 @@ def local_metadata(root: Any) -> dict[str, Any]:
         for shared in one._shared:
             source = owners.get(id(shared.parameter))
             if source is not None:
-                described[0]["shared_param_info"] += [(source, _join(names[id(m)], name)) for m, name in shared.slots]
+                described[0]["shared_param_info"] += [(source, joined(names[id(m)], name)) for m, name in shared.slots]
     buffers = [plain_name(name) for name, _ in root.named_buffers()]
     return {"param_metadata": described, "buffer_names": buffers}
 
 
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
 def _below(path: str, base: str, name: str) -> str:
     """The name of a parameter of the module at `path`, counted from the instance at `base`."""
-    return _join(path[len(base) + 1 :] if base else path, name)
+    return joined(path[len(base) + 1 :] if base else path, name)
 
 
 def consolidate(
@@ -167,17 +163,17 @@ def consolidate(
     for index, described in enumerate(shard_metadata[0]["param_metadata"]):
         path = described["fsdp_path"]
         for backing, about in described["params"].items():
-            name = _join(path, backing)
+            name = joined(path, backing)
             if not strict and name not in shard_weights[0]:
                 continue
             paddings = [one["param_metadata"][index]["params"][backing]["padding"] for one in shard_metadata]
             shards = (weights[name].reshape(-1) for weights in shard_weights)
             data = _put_together(shards, paddings, sum(about["numels"]))
             for inside, value in zip(about["names"], views_of(data, about["shapes"]), strict=True):
-                full[_join(path, inside)] = value
+                full[joined(path, inside)] = value
         for source, target in described["shared_param_info"]:
-            if strict or _join(path, source) in full:
-                full[_join(path, target)] = full[_join(path, source)]
+            if strict or joined(path, source) in full:
+                full[joined(path, target)] = full[joined(path, source)]
     if with_module_buffers:
         for name in shard_metadata[0]["buffer_names"]:
             if strict or name in shard_weights[0]:
@@ -211,7 +207,8 @@ def shard_late(instance: Any) -> None:
     for one in reversed(instances_in(instance)):
         if one.is_lazily_sharded and can_communicate(one.process_group):
             for parameter in one.params if one.world_size > 1 else ():
-                parameter.data = gather_chunks(parameter.detach(), one.process_group)
+                comm = comm_of(one.process_group)
+                parameter.data = gather_chunks(comm, parameter.detach(), "shards made without a group")
             one.is_lazily_sharded = False
             shard(one)
 

@@ -17,34 +17,12 @@ from fsdp.api.wrap import no_sync, run_forward
 from fsdp.autograd.frames import in_backward
 from fsdp.autograd.pytree import tensors_in
 from fsdp.compat.fairscale import gradients, optim_states, sharding, states
-from fsdp.compat.fairscale.flat_params import Shown
 from fsdp.compat.fairscale.flatten import FlattenParamsWrapper
 from fsdp.compat.fairscale.groups import ProcessGroupName, can_communicate, get_process_group_cached
 from fsdp.compat.fairscale.sharding import cast_inputs
+from fsdp.compat.shared.instances import Wrapper
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import UnitRef, unit_ref_of, units_in
-
-
-class InstanceState(nn.Module):
-    """The base of FullyShardedDataParallel."""
-
-    _fsdp_keeps_engine = "call its summon_full_params() and copy what you need"
-    """See `fsdp.runtime.registry.KEEPS_ENGINE`."""
-    gradient_predivide_factor: float
-    gradient_postdivide_factor: float
-    no_broadcast_optim_state: bool
-    """Whether the optimizer's state of this instance is this rank's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.buffers_are_cast = False
-        """Whether buffers have the `buffer_dtype`."""
-        self.keeps_shards = False
-        """Whether `state_dict()` gives shards, for `local_state_dict()`."""
-        self.compute_device = torch.device("cpu")
-        """Where the instance computes."""
-        self.is_lazily_sharded = False
-        """Whether the engine takes over at the first use, because there is no process group yet."""
 
 
 class TrainingState(Enum):
@@ -61,7 +39,7 @@ _STATES = {"SUMMONED": TrainingState.SUMMON_FULL_PARAMS}
 _VERBOSE = ("rank", "reshard_after_forward", "compute_dtype", "buffer_dtype", "fp32_reduce_scatter", "bucket_cap_mb")
 
 
-class FullyShardedDataParallel(InstanceState):
+class FullyShardedDataParallel(Wrapper):
     """Shard the parameters of a module, its gradients and the optimizer's state over the ranks of a group.
 
     The arguments are fairscale's. The page "From fairscale" lists each of them with what differs.
@@ -71,6 +49,10 @@ class FullyShardedDataParallel(InstanceState):
         TypeError: `process_group_reduce_scatter` is no group.
         ShardingError: an argument asks for what this engine does not have.
     """
+
+    _asked = "module"
+    _fsdp_keeps_engine = "call its summon_full_params() and copy what you need"
+    """See `fsdp.runtime.registry.KEEPS_ENGINE`."""
 
     def __init__(
         self,
@@ -99,6 +81,10 @@ class FullyShardedDataParallel(InstanceState):
         allow_reset_parameters: bool = False,
     ) -> None:
         super().__init__()
+        self.buffers_are_cast = False
+        """Whether buffers have the `buffer_dtype`."""
+        self.keeps_shards = False
+        """Whether `state_dict()` gives shards, for `local_state_dict()`."""
         self.process_group = get_process_group_cached() if process_group is None else process_group
         self.process_group_reduce_scatter = sharding.reduce_group(process_group_reduce_scatter, self.process_group)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
@@ -113,6 +99,7 @@ class FullyShardedDataParallel(InstanceState):
         self.move_grads_to_cpu = self.move_params_to_cpu if move_grads_to_cpu is None else move_grads_to_cpu
         self.bucket_cap_mb = bucket_cap_mb
         self.no_broadcast_optim_state = bool(no_broadcast_optim_state)
+        """Whether the optimizer's state of this instance is this rank's own."""
         self.clear_autocast_cache = clear_autocast_cache
         self.force_input_to_fp32 = force_input_to_fp32
         self.verbose = verbose
@@ -135,6 +122,7 @@ class FullyShardedDataParallel(InstanceState):
                 self._fsdp_wrapped_module.store_as_vectors(own, self.world_size)
             self.params = self._fsdp_wrapped_module.flat_params
             self.is_lazily_sharded = not can_communicate(self.process_group)
+            """Whether the engine takes over at the first use, because there is no process group yet."""
             for flat, parameter in zip(self._fsdp_wrapped_module.flats, self.params, strict=True):
                 parameter._is_sharded = self.world_size > 1  # type: ignore[attr-defined]
                 parameter._orig_size = parameter.size() if not flat.has_own_name else flat.shapes[0]  # type: ignore[attr-defined]
@@ -185,18 +173,6 @@ class FullyShardedDataParallel(InstanceState):
     def params_with_grad(self) -> list[nn.Parameter]:
         """The parameters that have a gradient."""
         return [p for p in self.parameters() if p.grad is not None]
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped module if the wrapper has none of that name."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "_fsdp_wrapped_module":
-                raise
-            return getattr(self.module, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.module[key]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Names and parameters. Without vectors, and inside `summon_full_params`, the names are those of the plain module."""
@@ -272,7 +248,7 @@ class FullyShardedDataParallel(InstanceState):
         if views and torch.is_grad_enabled():
             for tensor in tensors_in(outputs):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(_show_again, wrapped, views))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(lambda _: wrapped.show_again(views))  # type: ignore[no-untyped-call]
         return outputs
 
     # forward ------------------------------------------------------------------------------
@@ -411,8 +387,3 @@ def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullySh
     """The instances in `mod`, in the order of the modules; with `skip_empty` only those with parameters of their own."""
     found = [one for one in mod.modules() if isinstance(one, FullyShardedDataParallel)]
     return [one for one in found if one.params] if skip_empty else found
-
-
-def _show_again(wrapped: FlattenParamsWrapper, views: Shown, gradient: Tensor) -> None:
-    """Show the views of an earlier forward: a backward enters it."""
-    wrapped.show_again(views)

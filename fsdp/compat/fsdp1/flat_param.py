@@ -1,6 +1,5 @@
 """What code asks of FSDP1's flat parameters: `params`, `_handle` and `_flat_param` of an instance. Nothing is stored here."""
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -8,26 +7,12 @@ from torch import Tensor, nn
 
 from fsdp.compat.fsdp1.torch_names import ShardParamInfo
 from fsdp.compat.fsdp2 import residence
-from fsdp.compat.shared.dtype_and_device import Conversion, convert
+from fsdp.compat.shared.instances import convert_from
 from fsdp.params.placement import Placement
 from fsdp.params.unit import Unit
-from fsdp.runtime.engine import Engine
-from fsdp.runtime.registry import unit_ref_of
+from fsdp.runtime.registry import UnitRef, unit_ref_of
 from fsdp.shards.shard_tensor import plain
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
-
-
-def convert_units(engine: Engine, fn: Conversion, units: Collection[int]) -> None:
-    """Convert some units of a root, whose state dicts keep FSDP1's formats. See `convert`."""
-    drop_state_hooks(convert(engine, fn, units))
-
-
-def drop_state_hooks(engine: Engine) -> None:
-    """Remove the engine's hooks on state dicts, which have FSDP1's formats."""
-    for unit in engine.units:
-        ref = unit_ref_of(unit.module)
-        for handle in () if ref is None else ref.state_dict_handles:
-            handle.remove()
 
 
 class FlatPart(nn.Parameter):
@@ -82,10 +67,14 @@ class FlatParamView:
         self._module = module
 
     @property
-    def _unit(self) -> Unit:
+    def _ref(self) -> UnitRef:
         ref = unit_ref_of(self._module)
         assert ref is not None, "the module of an instance with parameters is a unit"
-        return ref.unit
+        return ref
+
+    @property
+    def _unit(self) -> Unit:
+        return self._ref.unit
 
     @property
     def _fqns(self) -> tuple[str, ...]:
@@ -119,11 +108,12 @@ class FlatParamView:
             raise ValueError(
                 f"_flat_param.data: {tuple(values.shape)} elements for {tuple(self.shape)}; give as many as there are."
             )
-        ref = unit_ref_of(self._module)
-        assert ref is not None
-        dtypes = {p.dtype for p in ref.unit.sharded_params if p.is_floating_point()}
+        dtypes = {p.dtype for p in self._unit.sharded_params if p.is_floating_point()}
         if dtypes != {values.dtype}:
-            convert_units(ref.engine, lambda one: one.to(values.dtype) if one.is_floating_point() else one, [ref.index])
+            own = self._unit
+            convert_from(
+                self._ref, lambda one: one.to(values.dtype) if one.is_floating_point() else one, lambda unit: unit is own
+            )
         shards = list(param_shards_of(self._unit))
         sizes = [plain(one.parameter).numel() for one in shards]
         with torch.no_grad():

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,27 +31,6 @@ def clip_norm(instance: Any, max_norm: float, norm_type: float) -> Tensor:
     return total.to(reduce(torch.promote_types, dtypes))
 
 
-class GradientHook(NamedTuple):
-    """FSDP1's hook as a hook that the engine calls with a bucket."""
-
-    hook: Callable[..., object]
-    is_replicated: bool
-    num_shards: int
-
-    def reduce(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Reduce a bucket by the hook."""
-        gradient = bucket.buffer()
-        result = gradient
-        if self.is_replicated:
-            self.hook(state, gradient)
-        else:
-            result = gradient.new_empty(gradient.numel() // self.num_shards)
-            self.hook(state, gradient, result)
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(result)
-        return future
-
-
 def set_hook(instance: Any, state: object, hook: Callable[..., object]) -> None:
     """See `FullyShardedDataParallel.register_comm_hook`."""
     if not instance.check_is_root():
@@ -67,7 +46,19 @@ def set_hook(instance: Any, state: object, hook: Callable[..., object]) -> None:
             raise AssertionError("A communication hook is already registered")
         if not callable(hook):
             raise ValueError(f"register_comm_hook takes a function, not {hook!r}.")
-    replicated = instance.sharding_strategy is ShardingStrategy.NO_SHARD
-    register_comm_hook(instance, state, GradientHook(hook, replicated, instance.world_size).reduce)
+    is_replicated, num_shards = instance.sharding_strategy is ShardingStrategy.NO_SHARD, instance.world_size
+
+    def reduce_bucket(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        result = gradient = bucket.buffer()
+        if is_replicated:
+            hook(state, gradient)
+        else:
+            result = gradient.new_empty(gradient.numel() // num_shards)
+            hook(state, gradient, result)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(result)
+        return future
+
+    register_comm_hook(instance, state, reduce_bucket)
     for one in instances:
         one.set_comm_hook(state, hook)

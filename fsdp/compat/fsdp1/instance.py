@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fsdp.autograd.frames import caller_of_torch_states
 from fsdp.building.copies import Memo, copy_wrapper
 from fsdp.compat.fsdp1 import states
-from fsdp.compat.fsdp1.flat_param import FlatParamHandle, FlatParamView, FlatPart, NoEvents, convert_units, drop_state_hooks
+from fsdp.compat.fsdp1.flat_param import FlatParamHandle, FlatParamView, FlatPart, NoEvents
 from fsdp.compat.fsdp1.torch_names import (
     CPUOffload,
     FullOptimStateDictConfig,
@@ -22,13 +22,14 @@ from fsdp.compat.fsdp1.torch_names import (
 from fsdp.compat.fsdp2 import residence
 from fsdp.compat.fsdp2.move_module import apply_to_tensors
 from fsdp.compat.shared.dtype_and_device import changes
+from fsdp.compat.shared.instances import Wrapper, convert_from, drop_state_hooks
 from fsdp.errors import ShardingError
 from fsdp.params.shown_params import owning_unit
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.state_dict.param_shard import ParamShard
 
 
-class InstanceState(nn.Module):
+class InstanceState(Wrapper):
     """The base of FullyShardedDataParallel."""
 
     _fsdp_gives_shards = False
@@ -98,10 +99,7 @@ class InstanceState(nn.Module):
         """Convert the parameters of this instance and of those inside it: `half()`, `to(dtype)`, `cuda()`."""
         ref = unit_ref_of(self._unit_module)
         if ref is not None:
-            inside = [ref.index, *sorted(ref.engine.descendants[ref.index])]
-            changed = [index for index in inside if changes(ref.engine.units[index], fn)]
-            if changed:
-                convert_units(ref.engine, fn, changed)
+            convert_from(ref, fn, lambda unit: changes(unit, fn))
         if ref is not None and ref.unit.replaces_params:
             applied: Any = apply_to_tensors(self, fn, recurse)  # torch would exchange the objects
         else:
@@ -161,12 +159,7 @@ class InstanceState(nn.Module):
 
     def _unshard(self, async_op: bool = False) -> residence.UnshardHandle | None:
         """Gather the parameters of this instance ahead of its forward. Communicates: every rank must call it alike."""
-        ref = unit_ref_of(self._unit_module)
-        handle = residence.UnshardHandle() if ref is None else residence.unshard(ref)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        return residence.unshard(unit_ref_of(self._unit_module), async_op)
 
     def _wait_unshard_streams_on_current_stream(self) -> None:
         """Do nothing: the engine's streams wait for each other."""

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.autograd.frames import own_method as own_method  # for the class, which loads directly
 from fsdp.compat.fsdp1 import torch_names
 from fsdp.compat.fsdp1.sharding import instances_in
 from fsdp.compat.fsdp1.state_types import settings_of

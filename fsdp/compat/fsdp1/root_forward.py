@@ -4,15 +4,13 @@ A parameter that stands in the place of one of a unit gives it its values. One b
 """
 
 import warnings
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from fsdp.api.wrap import run_forward
 from fsdp.compat.fsdp1.sharding import plain_name, set_precision
+from fsdp.compat.shared.instances import moved
 from fsdp.errors import PeerFailed, WorldError
 from fsdp.params.module_tree import IGNORED, ModuleTree
 from fsdp.params.shown_params import owning_unit
@@ -36,17 +34,13 @@ def run(root: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     take_over(root._unit_ref.engine)
     set_precision(root)
     if root.compute_device.type != "cpu":
-        args, kwargs = tree_map(partial(_to_device, root.compute_device), (args, kwargs))
+        args, kwargs = moved((args, kwargs), root.compute_device)
     try:
         return run_forward(root._fsdp_wrapped_module, args, kwargs, root._unit_ref)
     except PeerFailed:
         raise
     except WorldError as error:
         raise WorldError(f"Forward order differs across ranks. {error}") from error
-
-
-def _to_device(device: torch.device, thing: Any) -> Any:
-    return thing.to(device) if isinstance(thing, Tensor) else thing
 
 
 def _refuse_optimizers(root: Any) -> None:

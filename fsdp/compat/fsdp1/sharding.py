@@ -14,9 +14,9 @@ from fsdp.building.choose_units import is_bare_container
 from fsdp.building.other_engines import refuse_other_engines
 from fsdp.building.torch_policies import OF_FSDP1, OFFLOADS, refuse_unknown_fields
 from fsdp.compat.fsdp1 import torch_names
-from fsdp.compat.fsdp1.flat_param import drop_state_hooks
 from fsdp.compat.fsdp1.torch_names import HYBRID, CPUOffload, ShardingStrategy
 from fsdp.compat.shared.dtype_and_device import change_precision
+from fsdp.compat.shared.instances import WRAPPED_NAME, drop_state_hooks, put_on
 from fsdp.compat.shared.newer_peers import refuse_unknown_member
 from fsdp.compat.shared.plain_group import shared_group
 from fsdp.config import MixedPrecisionPolicy
@@ -27,7 +27,6 @@ from fsdp.params.module_tree import IGNORED
 from fsdp.params.shown_params import owning_unit
 from fsdp.runtime.registry import UnitRef, unit_ref_of
 
-WRAPPED_NAME = "_fsdp_wrapped_module."
 CHECKPOINT_NAME = "_checkpoint_wrapped_module."
 PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -97,9 +96,7 @@ def move(module: nn.Module, device: torch.device, own: Sequence[Tensor]) -> None
     others = {one.device for one in own if one.device.type not in ("cpu", "meta")} - {device}
     if others:
         raise ValueError(f"device_id is {device}, and the module has parameters on {others.pop()}; give one of them.")
-    for tensor in [*own, *module.buffers()]:
-        if tensor.device != device and not tensor.is_meta:
-            tensor.data = tensor.data.to(device)
+    put_on(device, [*own, *module.buffers()])
 
 
 def ignored_modules(module: nn.Module, modules: Any, states: Any) -> tuple[set[nn.Module], set[nn.Parameter]]:
@@ -165,15 +162,12 @@ def check_uniform(instance: Any) -> None:
     Raises:
         ValueError: `use_orig_params` is False, and the parameters of the unit differ in `requires_grad`.
     """
-    inner = {id(p) for one in instances_in(instance._fsdp_wrapped_module) for p in one.parameters()}
-    kinds = (
-        {p.requires_grad for p in instance._fsdp_wrapped_module.parameters() if id(p) not in inner}
-        if not instance._use_orig_params
-        else set()
-    )
-    if len(kinds) > 1:
+    module = instance._fsdp_wrapped_module
+    inner = {id(p) for one in instances_in(module) for p in one.parameters()}
+    kinds = {p.requires_grad for p in module.parameters() if id(p) not in inner}
+    if len(kinds) > 1 and not instance._use_orig_params:
         raise ValueError(
-            f"{type(instance._fsdp_wrapped_module).__name__} has both parameters with requires_grad=True and False. FSDP does "
+            f"{type(module).__name__} has both parameters with requires_grad=True and False. FSDP does "
             "not support wrapping such modules when use_orig_params=False; wrap those that differ by themselves, or give "
             "use_orig_params=True."
         )
@@ -204,13 +198,8 @@ def precision(instance: Any) -> MixedPrecisionPolicy:
     """The engine's policy for the `mixed_precision` of an instance."""
     given = instance.mixed_precision
     refuse_unknown_fields(given, OF_FSDP1)
-    return MixedPrecisionPolicy(
-        given.param_dtype,
-        given.reduce_dtype,
-        None,
-        given.cast_forward_inputs,
-        given.cast_root_forward_inputs,
-    )
+    casts = given.cast_forward_inputs, given.cast_root_forward_inputs
+    return MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype, None, *casts)
 
 
 # tensors on the meta device ---------------------------------------------------------------

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from fsdp.compat.fsdp1 import torch_names
 from fsdp.compat.fsdp1.root_forward import take_over
-from fsdp.compat.fsdp1.sharding import WRAPPED_NAME, instances_in, plain_name
+from fsdp.compat.fsdp1.sharding import instances_in, plain_name
 from fsdp.compat.fsdp1.torch_names import FullStateDictConfig, ShardingStrategy, StateDictType
+from fsdp.compat.shared.instances import WRAPPED_NAME, rename
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
@@ -71,14 +72,6 @@ def _check_resting(instance: Any, call: str) -> None:
         ref.unit.check_shards()
 
 
-def rename(state_dict: dict[str, Any], old: str, new: str) -> None:
-    """Replace the beginning `old` of names by `new`; the order stays."""
-    if old != new and any(key.startswith(old) for key in state_dict):
-        items = [(new + key[len(old) :] if key.startswith(old) else key, value) for key, value in state_dict.items()]
-        state_dict.clear()
-        state_dict.update(items)
-
-
 # saving -----------------------------------------------------------------------------------
 
 
@@ -114,22 +107,22 @@ def _put_parameters(
     instance: Any, state_dict: dict[str, Any], prefix: str, kind: StateDictType, config: Any, absent: bool
 ) -> None:
     unit = _unit_of(instance)
-    keys: dict[tuple[int, int], list[str]] = {}
+    keys: dict[ParamShard, list[str]] = {}
     for name, param_shard in names_of(instance).items():
         if prefix + name in state_dict:
-            keys.setdefault((id(param_shard.flat), param_shard.number), []).append(prefix + name)
+            keys.setdefault(param_shard, []).append(prefix + name)
     if instance._is_summoned or unit is None:
         for key in (key for group in keys.values() for key in group):
             state_dict[key] = state_dict[key].detach().clone()
         return
     if instance._fsdp_gives_shards:
         for param_shard in param_shards_of(unit):
-            for key in keys.get((id(param_shard.flat), param_shard.number), ()):
+            for key in keys.get(param_shard, ()):
                 state_dict[key] = param_shard.placement.value(key, param_shard.parameter)
         return
     for param_range, buffer in gather_ranges([unit], RANGE_BYTES):
         for param_shard in param_range.param_shards:
-            names = keys.get((id(param_shard.flat), param_shard.number), ())
+            names = keys.get(param_shard, ())
             if absent:
                 for key in names:
                     del state_dict[key]
@@ -239,10 +232,9 @@ def _take_vectors(instance: Any, state_dict: dict[str, Any], prefix: str) -> Non
                 "as many ranks, of a model wrapped alike."
             )
         vector = shards[0].tensor.to(flat.device)
-        for param_shard in (ParamShard(flat, number) for number in range(len(flat.param_infos))):
-            part = param_shard.placement.part
-            names = [name for name, one in names_of(instance).items() if one == param_shard]
-            for name in names:
+        for name, param_shard in names_of(instance).items():
+            if param_shard.flat is flat:
+                part = param_shard.placement.part
                 state_dict[prefix + name] = vector[part.offset : part.offset + part.numel].view(part.shape)
 
 

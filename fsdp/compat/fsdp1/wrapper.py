@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.api.wrap import no_sync, run_forward
+from fsdp.autograd.frames import own_method
 from fsdp.compat.fsdp1 import gradients, optim_states, root_forward, sharding, state_types, states, summon, torch_names
 from fsdp.compat.fsdp1.instance import InstanceState
-from fsdp.compat.fsdp1.sharding import WRAPPED_NAME, instances_in
+from fsdp.compat.fsdp1.sharding import instances_in
 from fsdp.compat.fsdp1.torch_names import (
     HYBRID,
     BackwardPrefetch,
@@ -28,6 +29,7 @@ from fsdp.compat.fsdp1.torch_names import (
     StateDictType,
     TrainingState,
 )
+from fsdp.compat.shared.instances import WRAPPED_NAME
 from fsdp.params.shown_params import owning_unit
 from fsdp.runtime.registry import UnitRef, unit_ref_of
 
@@ -133,18 +135,6 @@ class FullyShardedDataParallel(InstanceState):
         inner = found._checkpoint_wrapped_module if isinstance(found, torch_names.ActivationWrapper) else found
         assert isinstance(inner, nn.Module)
         return inner
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped module if the wrapper has none of that name."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "_fsdp_wrapped_module":
-                raise
-            return getattr(self._fsdp_wrapped_module, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._fsdp_wrapped_module[key]  # type: ignore[index]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Names and parameters. Inside `summon_full_params` the names are those of the plain module."""
@@ -390,5 +380,5 @@ class FullyShardedDataParallel(InstanceState):
         given = optim_states.broadcast(optim_state_dict, model, group) if rank0_only else optim_state_dict
         result = optim_states.to_load(given, model, optim_states.order_of(model, optim, None), is_named_optimizer)
         if load_directly:
-            optim_states.own_method(optim, "load_state_dict")(result)
+            own_method(optim, "load_state_dict")(result)
         return result

@@ -70,11 +70,7 @@ class FSDPModule:
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this unit; those of inner units stay. Communicates: every rank must call it alike."""
-        handle = residence.unshard(_ref(self))
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        return residence.unshard(_ref(self), async_op)
 
     def reshard(self) -> None:
         """Free the unsharded parameters of this unit; those of inner units stay."""
@@ -92,25 +88,27 @@ class FSDPModule:
         """From now on, free the unsharded parameters after the forward, or keep them until the backward."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward must be True or False, not {reshard_after_forward!r}.")
+        policy = ReshardPolicy.AFTER_FORWARD if reshard_after_forward else ReshardPolicy.AFTER_BACKWARD
         for ref in _refs(self, recurse):
-            residence.reshard_after_forward(ref, reshard_after_forward)
-            settings_of(ref.unit.module).policy = residence.policy_of(ref)
+            residence.set_policy(ref, policy, "set_reshard_after_forward")
+            settings_of(ref.unit.module).policy = policy
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """From now on, free the unsharded parameters after the backward, or keep them until the weights change."""
         for ref in _refs(self, recurse):
-            settings = settings_of(ref.unit.module)
-            residence.reshard_after_backward(ref, reshard_after_backward, settings.policy or residence.policy_of(ref))
+            otherwise = settings_of(ref.unit.module).policy or residence.policy_of(ref)
+            policy = otherwise if reshard_after_backward else ReshardPolicy.NEVER
+            residence.set_policy(ref, policy, "set_reshard_after_backward")
 
     def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
         """From now on, gather the units of `modules` whenever this one is gathered in a forward."""
         ref = _ref(self)
-        residence.prefetch(ref.engine.path.forward, ref, list(_wrapped(modules)))
+        residence.prefetch(ref.engine.path.forward, ref, list(wrapped_ones(modules)))
 
     def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
         """From now on, gather the units of `modules` whenever this one is gathered in a backward."""
         ref = _ref(self)
-        residence.prefetch(ref.engine.path.backward, ref, list(_wrapped(modules)))
+        residence.prefetch(ref.engine.path.backward, ref, list(wrapped_ones(modules)))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Do nothing: a backward gathers what it enters."""
@@ -283,7 +281,7 @@ def _refs(module: Any, recurse: bool) -> Iterator[UnitRef]:
             yield _ref(one)
 
 
-def _wrapped(modules: Iterable[Any]) -> Iterator[nn.Module]:
+def wrapped_ones(modules: Iterable[Any]) -> Iterator[nn.Module]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"expected modules that fully_shard has wrapped, not {type(module).__name__}.")

@@ -43,11 +43,15 @@ def reduce_kept(ref: UnitRef) -> None:
         backward_without_a_loss(partial(ref.engine.on_event, 0, Event.EXTERNAL_GRAD))
 
 
-def unshard(ref: UnitRef) -> UnshardHandle:
-    """Launch the all-gather of a unit. Does nothing while the unit computes."""
-    if _rests(ref):
+def unshard(ref: UnitRef | None, async_op: bool) -> UnshardHandle | None:
+    """Gather a unit, or with `async_op` launch its all-gather and return a handle. Does nothing while the unit computes."""
+    if ref is not None and _rests(ref):
         ref.engine.request(ref.index, Request.PREFETCH)
-    return UnshardHandle(ref)
+    handle = UnshardHandle(ref)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
 
 
 def reshard(ref: UnitRef) -> None:
@@ -60,30 +64,17 @@ def _rests(ref: UnitRef) -> bool:
     return ref.engine.root.lifecycles[ref.index].state is State.IDLE
 
 
-def reshard_after_forward(ref: UnitRef, reshards: bool) -> None:
-    """From now on, free the unsharded parameters of a unit after its forward, or after its backward.
-
-    Raises:
-        ShardingError: a forward or a backward is running.
-    """
-    _set_policy(ref, ReshardPolicy.AFTER_FORWARD if reshards else ReshardPolicy.AFTER_BACKWARD, "set_reshard_after_forward")
-
-
-def reshard_after_backward(ref: UnitRef, reshards: bool, otherwise: ReshardPolicy) -> None:
-    """From now on, free the unsharded parameters of a unit when `otherwise` says, or keep them until the weights change.
-
-    Raises:
-        ShardingError: a forward or a backward is running.
-    """
-    _set_policy(ref, otherwise if reshards else ReshardPolicy.NEVER, "set_reshard_after_backward")
-
-
 def policy_of(ref: UnitRef) -> ReshardPolicy:
     """When the unsharded parameters of a unit are freed now."""
     return ref.engine.root.lifecycles[ref.index].reshard_policy
 
 
-def _set_policy(ref: UnitRef, policy: ReshardPolicy, method: str) -> None:
+def set_policy(ref: UnitRef, policy: ReshardPolicy, method: str) -> None:
+    """From now on, free the unsharded parameters of a unit when a policy says. Errors begin with `method`.
+
+    Raises:
+        ShardingError: a forward or a backward is running.
+    """
     if policy_of(ref) is not policy:
         refuse_unless_resting(method, ref.engine)
         ref.engine.root.set_reshard_policy(ref.index, policy)

@@ -14,8 +14,9 @@ from fsdp.api import wrap as native
 from fsdp.building.builder import stay_on_meta
 from fsdp.building.choose_units import is_bare_container
 from fsdp.building.torch_policies import OFFLOADS, refuse_unknown_fields
-from fsdp.compat.fsdp2.module import FSDPModule, become_fsdp_module
+from fsdp.compat.fsdp2.module import FSDPModule, become_fsdp_module, wrapped_ones
 from fsdp.compat.fsdp2.move_module import convert_inside, follow_assignments
+from fsdp.compat.shared.instances import put_on
 from fsdp.errors import ShardingAssertion, ShardingError
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.shards.shard_tensor import plain
@@ -144,9 +145,7 @@ def _move(modules: Sequence[nn.Module], mesh: Any, ignored: Any) -> None:
     device = torch.device(kind, torch.accelerator.current_device_index())
     left = set(map(id, ignored))
     for module in modules:
-        for tensor in (*module.parameters(), *module.buffers()):
-            if id(tensor) not in left and not tensor.is_meta and tensor.device != device:
-                tensor.data = tensor.data.to(device)
+        put_on(device, [one for one in (*module.parameters(), *module.buffers()) if id(one) not in left])
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -170,6 +169,4 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     Raises:
         ValueError: one of `modules` is not wrapped.
     """
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ValueError(f"expected modules that fully_shard has wrapped, not {type(module).__name__}.")
+    list(wrapped_ones(modules))

@@ -4,7 +4,7 @@ Nothing is communicated. Flat buffers are made anew, and cut each parameter as b
 A smaller dtype then has shards that are no multiples of 16 bytes.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fsdp.building.attach import attach, detach
+from fsdp.building.conversions import Conversion
 from fsdp.building.dissolve import refuse_losses
 from fsdp.config import Config, MixedPrecisionPolicy
 from fsdp.errors import ShardingError
@@ -23,8 +24,6 @@ from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import refuse_unless_resting, unit_ref_of
 from fsdp.shards.shard_tensor import plain
-
-Conversion = Callable[[Tensor], Tensor]
 
 
 def changed_flats(unit: Unit, fn: Conversion) -> list[FlatBuffer]:
@@ -137,7 +136,7 @@ def _remade(engine: Engine, parts: Mapping[int, list[Part]], configs: Mapping[in
     return new
 
 
-def _refuse(engine: Engine, units: Collection[int], function_name: str, fn: Conversion = lambda tensor: tensor) -> None:
+def _refuse(engine: Engine, units: Collection[int], function_name: str, fn: Conversion = _unchanged) -> None:
     engine.clean_up_dead_forward()
     refuse_unless_resting(function_name, engine)
     refuse_losses(engine, function_name)

@@ -32,7 +32,7 @@ def states_of(ref: UnitRef) -> list[ResidencyState]:
 @on_ranks(2)
 def test_unshard_launches_wait_shows_and_reshard_frees(rank: int) -> None:
     _, refs = wrapped()
-    handle = residence.unshard(refs[1])
+    handle = residence.unshard(refs[1], async_op=True)
     assert states_of(refs[1])[0] is ResidencyState.UNSHARDING
     handle.wait()
     assert states_of(refs[1])[0] is ResidencyState.UNSHARDED
@@ -44,7 +44,7 @@ def test_unshard_launches_wait_shows_and_reshard_frees(rank: int) -> None:
 @on_ranks(2)
 def test_a_unit_that_is_kept_after_its_forward_is_cached_until_the_backward(rank: int) -> None:
     model, refs = wrapped()
-    residence.reshard_after_forward(refs[1], False)
+    residence.set_policy(refs[1], ReshardPolicy.AFTER_BACKWARD, "set_reshard_after_forward")
     model(torch.ones(1, 4)).sum()
     assert states_of(refs[1]) == [ResidencyState.CACHED, ResidencyState.SHARDED]
 
@@ -52,7 +52,7 @@ def test_a_unit_that_is_kept_after_its_forward_is_cached_until_the_backward(rank
 @on_ranks(2)
 def test_a_unit_that_is_kept_after_its_backward_is_cached(rank: int) -> None:
     model, refs = wrapped()
-    residence.reshard_after_backward(refs[1], False, ReshardPolicy.AFTER_FORWARD)
+    residence.set_policy(refs[1], ReshardPolicy.NEVER, "set_reshard_after_backward")
     model(torch.ones(1, 4)).sum().backward()
     assert states_of(refs[1]) == [ResidencyState.CACHED, ResidencyState.SHARDED]
 
@@ -61,6 +61,7 @@ def test_a_unit_that_is_kept_after_its_backward_is_cached(rank: int) -> None:
 def test_the_policy_changes_between_steps_only(rank: int) -> None:
     model: Any
     model, refs = wrapped()
-    model[1].register_forward_hook(lambda *_: residence.reshard_after_forward(refs[1], False))
+    policy = (ReshardPolicy.AFTER_BACKWARD, "set_reshard_after_forward")
+    model[1].register_forward_hook(lambda *_: residence.set_policy(refs[1], *policy))
     with pytest.raises(ShardingError, match="set_reshard_after_forward: call it outside any forward"):
         model(torch.ones(1, 4))

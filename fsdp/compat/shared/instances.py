@@ -1,0 +1,73 @@
+"""What classes that wrap a module do alike: they have its attributes, move its tensors, and keep state dicts in other formats."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from fsdp.building.conversions import Conversion
+from fsdp.compat.shared.dtype_and_device import convert
+from fsdp.params.unit import Unit
+from fsdp.runtime.engine import Engine
+from fsdp.runtime.registry import UnitRef, unit_ref_of
+
+WRAPPED_NAME: Final = "_fsdp_wrapped_module."
+
+
+class Wrapper(nn.Module):
+    """Has the attributes and the items of the module in it, where it has none of that name itself."""
+
+    _held: ClassVar = "_fsdp_wrapped_module"
+    """The attribute that torch stores the module under."""
+    _asked: ClassVar = "_fsdp_wrapped_module"
+    """The attribute whose value is asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the wrapped module if the wrapper has none of that name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == self._held:
+                raise
+            return getattr(getattr(self, self._asked), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return getattr(self, self._asked)[key]
+
+
+def rename(state_dict: dict[str, Any], old: str, new: str) -> None:
+    """Replace the beginning `old` of names by `new`; the order stays."""
+    if old != new and any(key.startswith(old) for key in state_dict):
+        items = [(new + key[len(old) :] if key.startswith(old) else key, value) for key, value in state_dict.items()]
+        state_dict.clear()
+        state_dict.update(items)
+
+
+def drop_state_hooks(engine: Engine) -> None:
+    """Remove the engine's hooks on state dicts, which have formats of a door."""
+    for unit in engine.units:
+        ref = unit_ref_of(unit.module)
+        for handle in () if ref is None else ref.state_dict_handles:
+            handle.remove()
+
+
+def convert_from(ref: UnitRef, fn: Conversion, is_converted: Callable[[Unit], bool]) -> None:
+    """Convert a unit and those inside it, if they are to be. Their state dicts have formats of a door. See `convert`."""
+    inside = [ref.index, *sorted(ref.engine.descendants[ref.index])]
+    found = [index for index in inside if is_converted(ref.engine.units[index])]
+    if found:
+        drop_state_hooks(convert(ref.engine, fn, found))
+
+
+def put_on(device: torch.device, tensors: Iterable[Tensor]) -> None:
+    """Move tensors that have memory to a device. The objects stay."""
+    for tensor in tensors:
+        if tensor.device != device and not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
+
+
+def moved(inputs: Any, device: torch.device | None) -> Any:
+    """`inputs` with all tensors in it on `device`."""
+    return inputs if device is None else tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, inputs)
