@@ -103,12 +103,22 @@ class DDP(Bare):
         return model.no_sync()  # type: ignore[no-any-return]
 
 
+class Wrapping(Bare):
+    """An engine whose wrapper has methods for these."""
+
+    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
+        return model.no_sync()  # type: ignore[no-any-return]
+
+    def clip(self, model: Any) -> Tensor:
+        return model.clip_grad_norm_(1.0)  # type: ignore[no-any-return]
+
+
 # FSDP1's and FSDP2's options were chosen by trying the others on both benchmarks. Added host time, twelve tensors per
 # unit: FSDP1 683 to 699 µs as below (forward_prefetch on or off, either way round from run to run), 766 to 798 with
 # limit_all_gathers; FSDP2 1,185 µs as below, 1,243 with explicit forward prefetch, 1,253 with explicit backward
 # prefetch too. Over gloo none of them differed by more than the machine's noise. On CUDA nothing was tried: there both
 # run with torch's defaults, of which limit_all_gathers=True keeps FSDP1 from gathering far ahead of what computes.
-class FSDP1(Bare):
+class FSDP1(Wrapping):
     def __init__(self, name: str, use_orig_params: bool, device: str = "cpu") -> None:
         way = "use_orig_params=True" if use_orig_params else "flat parameters"
         self.limit_all_gathers = device != "cpu"
@@ -138,12 +148,6 @@ class FSDP1(Bare):
             use_orig_params=self.use_orig_params,
             device_id=_current(self.device),
         )
-
-    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
-        return model.no_sync()  # type: ignore[no-any-return]
-
-    def clip(self, model: Any) -> Tensor:
-        return model.clip_grad_norm_(1.0)  # type: ignore[no-any-return]
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         names = self.names
@@ -191,7 +195,7 @@ class FSDP2(Bare):
         return nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
 
 
-class Fairscale(Bare):
+class Fairscale(Wrapping):
     """Its streams are those of CUDA, also where nothing else is."""
 
     def __init__(self, device: str = "cpu") -> None:
@@ -220,17 +224,11 @@ class Fairscale(Bare):
                     setattr(parent, name, FullyShardedDataParallel(child, **options))
         return FullyShardedDataParallel(module, **options)  # type: ignore[no-any-return]
 
-    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
-        return model.no_sync()  # type: ignore[no-any-return]
-
-    def clip(self, model: Any) -> Tensor:
-        return model.clip_grad_norm_(1.0)  # type: ignore[no-any-return]
-
     def state_dict(self, model: Any) -> dict[str, Any]:
         return model.local_state_dict()  # type: ignore[no-any-return]
 
 
-class Ours(Bare):
+class Ours(Wrapping):
     """Imported where it is used: the peers can be measured without it. Works on the device where the module is."""
 
     def __init__(self, name: str, options: str, units: Literal["by hand", "auto", "one"] = "by hand", **given: Any) -> None:
@@ -252,12 +250,6 @@ class Ours(Bare):
         policy = {"by hand": {unit}, "auto": "auto", "one": None}[self.units]
         options = {**self.given, **options, "auto_wrap_policy": policy}
         return fsdp.FullyShardedDataParallel(module, mp_policy=precision, **options)
-
-    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
-        return model.no_sync()  # type: ignore[no-any-return]
-
-    def clip(self, model: Any) -> Tensor:
-        return model.clip_grad_norm_(1.0)  # type: ignore[no-any-return]
 
 
 class Sharing(Ours):
