@@ -121,9 +121,7 @@ def replacements(door: Door) -> list[Replacement]:
             found += [Replacement(place, name, getattr(ours, name), getattr(ours, name)) for name in names]
         elif (module := _module(place)) is not None:
             aliases = {name: alias for (where, name), alias in door.aliases.items() if where == place}
-            pairs = {
-                name: getattr(ours, our_name) for name, our_name in {**dict(zip(names, names, strict=True)), **aliases}.items()
-            }
+            pairs = {name: getattr(ours, our_name) for name, our_name in ({name: name for name in names} | aliases).items()}
             theirs = {name: vars(module)[name] for name in pairs if callable(vars(module).get(name))}
             found += [Replacement(place, name, pairs[name], theirs[name]) for name in theirs if theirs[name] is not pairs[name]]
     return found

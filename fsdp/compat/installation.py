@@ -7,9 +7,10 @@ Rule 3: everything is looked up before the first name is replaced.
 
 import inspect
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
+from itertools import accumulate
 from types import ModuleType, TracebackType
 from typing import Any, Final
 
@@ -161,7 +162,7 @@ def _stand_ins(names: Iterable[Replacement]) -> dict[str, ModuleType]:
     """Modules for the places of a library that is absent, outer ones first."""
     modules: dict[str, ModuleType] = {}
     for one in names:
-        for name in _parents_of(one.place):
+        for name in accumulate(one.place.split("."), "{}.{}".format):
             if name not in modules:
                 modules[name] = module_from_spec(ModuleSpec(name, None, is_package=True))
                 parent, _, child = name.rpartition(".")
@@ -170,10 +171,3 @@ def _stand_ins(names: Iterable[Replacement]) -> dict[str, ModuleType]:
         # a function of fairscale has the name of a module beside it, and covers it
         setattr(modules[one.place], one.name, one.ours)
     return modules
-
-
-def _parents_of(place: str) -> Iterator[str]:
-    """`place` and the packages around it, outer ones first."""
-    parts = place.split(".")
-    for end in range(1, len(parts) + 1):
-        yield ".".join(parts[:end])

@@ -228,9 +228,12 @@ class FlattenParamsWrapper(Wrapper):
     def metadata(self, flat_param_idx: int) -> tuple[list[str], Sequence[torch.Size], list[int]]:
         """Return the names, shapes and numbers of elements of the parameters of one vector."""
         flat = self.flats[flat_param_idx]
+        return [first for first, *_ in self.names_of(flat)], flat.shapes, [prod(shape) for shape in flat.shapes]
+
+    def names_of(self, flat: Flat) -> list[list[str]]:
+        """For each parameter of a vector, every name that it has."""
         paths = {id(module): path for path, module in self._fpw_module.named_modules()}
-        names = [joined(paths[id(module)], name) for (module, name), *_ in flat.slots]
-        return names, flat.shapes, [prod(shape) for shape in flat.shapes]
+        return [[joined(paths[id(module)], name) for module, name in slots] for slots in flat.slots]
 
     def __getstate__(self) -> dict[str, Any]:
         return without_engine(self)
@@ -349,18 +352,17 @@ def _remove_own_name(module: nn.Module, state_dict: dict[str, Any], prefix: str,
 def _accept_plain_names(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Accept a state dict with or without the vectors, and names without the wrapper's."""
     vectors = {}
-    for index, flat in enumerate(module.flats if module.is_flattened else ()):
+    for flat in module.flats if module.is_flattened else ():
         if flat.has_own_name:
             continue
-        names = [prefix + name for name in module.metadata(index)[0]]
+        names = module.names_of(flat)
         own = prefix + flat.attribute
         if own in state_dict:
             vectors[own] = state_dict.pop(own)
-        elif all(name in state_dict for name in names):
-            parts = [state_dict.pop(name).reshape(-1) for name in names]
-            for _, module_slots in zip(names, flat.slots, strict=True):
-                for name in _other_names(module, module_slots):
-                    state_dict.pop(prefix + name, None)
+        elif all(prefix + first in state_dict for first, *_ in names):
+            parts = [state_dict[prefix + first].reshape(-1) for first, *_ in names]
+            for name in chain.from_iterable(names):
+                state_dict.pop(prefix + name, None)
             rest = flat.parameter.numel() - sum(part.numel() for part in parts)
             vectors[own] = torch.cat([*parts, parts[0].new_zeros(rest)]) if rest >= 0 else torch.cat(parts)
     known = {prefix + name for name in module._parameters} | {prefix + OWN_NAME}
@@ -375,13 +377,6 @@ def _accept_plain_names(module: Any, state_dict: dict[str, Any], prefix: str, *_
     state_dict.clear()
     state_dict.update(moved)
     state_dict.update(vectors)
-
-
-def _other_names(wrapper: FlattenParamsWrapper, slots: Sequence[tuple[nn.Module, str]]) -> Iterator[str]:
-    """The names of a shared parameter after its first."""
-    paths = {id(module): path for path, module in wrapper._fpw_module.named_modules()}
-    for module, name in slots[1:]:
-        yield joined(paths[id(module)], name)
 
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks")

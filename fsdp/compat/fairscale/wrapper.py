@@ -35,7 +35,6 @@ class TrainingState(Enum):
     SUMMON_FULL_PARAMS = auto()
 
 
-_STATES = {"SUMMONED": TrainingState.SUMMON_FULL_PARAMS}
 _VERBOSE = ("rank", "reshard_after_forward", "compute_dtype", "buffer_dtype", "fp32_reduce_scatter", "bucket_cap_mb")
 
 
@@ -219,7 +218,7 @@ class FullyShardedDataParallel(Wrapper):
         if ref is None:
             return TrainingState.IDLE
         state = ref.engine.root.lifecycles[ref.index].state.name
-        return _STATES[state] if state in _STATES else TrainingState[state]
+        return TrainingState.SUMMON_FULL_PARAMS if state == "SUMMONED" else TrainingState[state]
 
     def assert_state(self, state: TrainingState | list[TrainingState]) -> None:
         """Raises:
