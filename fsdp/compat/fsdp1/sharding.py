@@ -244,8 +244,7 @@ def shard(instance: Any, param_init_fn: Any, sync_module_states: bool) -> None:
         raise ValueError(f"Expected param_init_fn to be callable, not {param_init_fn!r}.")
     check_uniform(instance)
     module = instance._fsdp_wrapped_module
-    inner = [one for one in instances_in(instance) if one is not instance]
-    for one in inner:
+    for one in instances_in(instance):
         if one._ranks_key != instance._ranks_key and IGNORED not in one._unit_module.__dict__:
             # a root over other ranks is driven by itself; it is called inside the forward of this one
             one._unit_module.__dict__[IGNORED] = True
@@ -298,12 +297,9 @@ def _serves(ref: UnitRef | None, instance: Any) -> bool:
 def _outermost_ignored(instance: Any) -> list[nn.Module] | None:
     """The modules that the engine shall ignore, with all below them. One with a unit inside is not among them."""
     inside = [one for one in instance._fsdp_wrapped_module.modules() if one is not instance._fsdp_wrapped_module]
-    found = [one for one in inside if one in instance._ignored_modules and not _has_unit(one)]
+    ignored = [one for one in inside if one in instance._ignored_modules]
+    found = [one for one in ignored if all(unit_ref_of(below) is None for below in one.modules())]
     return [one for one in found if not any(one is not other and one in set(other.modules()) for other in found)] or None
-
-
-def _has_unit(module: nn.Module) -> bool:
-    return any(unit_ref_of(one) is not None for one in module.modules())
 
 
 def _ignored_params(instance: Any) -> list[nn.Parameter] | None:
