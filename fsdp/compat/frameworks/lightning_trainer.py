@@ -1,7 +1,7 @@
 """The strategy of Lightning's Trainer."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -179,14 +179,9 @@ class FSDPStrategy(DDPStrategy):
             return getattr(self._module, step)(*args, **kwargs)
         return self._forward_redirection(self._module, self._module, step, *args, **kwargs)
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:
         """Around the backwards of all accumulated batches but the last."""
-        if self._sync_each_backward:
-            yield
-        else:
-            with no_sync(self._module):
-                yield
+        return nullcontext() if self._sync_each_backward else no_sync(self._module)
 
     # checkpoints --------------------------------------------------------------------------
 
