@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -130,16 +130,6 @@ def _root_callback(model: nn.Module, fault: Fault) -> None:
     reducer.settle = settle_and_fail
 
 
-def _parameter_hook(model: nn.Module, fault: Fault) -> None:
-    for parameter in model.parameters():
-        parameter.register_hook(fault.fire)
-
-
-def _post_hook(model: nn.Module, fault: Fault) -> None:
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(fault.fire)
-
-
 def _loss(model: nn.Module, fault: Fault) -> None:
     def in_loss(output: Tensor) -> Tensor:
         fault.fire()
@@ -168,10 +158,10 @@ POINTS: Final[dict[str, Point]] = {
     "the loss": (_loss, Mine, ""),
     "a node of the loss": (_loss_node, Mine, ""),
     "a node of the backward": (lambda m, f: m.blocks[1].up.register_full_backward_hook(f.fire), Mine, ""),
-    "a hook on a parameter": (_parameter_hook, Mine, ""),
+    "a hook on a parameter": (lambda m, f: [p.register_hook(f.fire) for p in m.parameters()], Mine, ""),
     "the communication hook": (_comm_hook, Mine, ""),
     "the final callback": (_root_callback, Mine, ""),
-    "a post-accumulate hook": (_post_hook, Mine, ""),
+    "a post-accumulate hook": (lambda m, f: [p.register_post_accumulate_grad_hook(f.fire) for p in m.parameters()], Mine, ""),
     "Ctrl-C in a module": (lambda m, f: m.blocks[1].up.register_forward_hook(f.fire), KeyboardInterrupt, ""),
     "Ctrl-C in a node": (lambda m, f: m.blocks[1].up.register_full_backward_hook(f.fire), KeyboardInterrupt, ""),
     "out of memory in a gather": (_nothing, OOM, "whole"),
@@ -205,13 +195,9 @@ def tight() -> Iterator[None]:
 
         return launch
 
-    with (
-        mock.patch.object(storage.ResizableStorage, "allocate", allocated),
-        mock.patch.object(SimulatedCommunicator, "reduce_scatter", reducing(SimulatedCommunicator.reduce_scatter)),
-        mock.patch.object(SimulatedCommunicator, "all_reduce", reducing(SimulatedCommunicator.all_reduce)),
-        mock.patch.object(ProcessGroupCommunicator, "reduce_scatter", reducing(ProcessGroupCommunicator.reduce_scatter)),
-        mock.patch.object(ProcessGroupCommunicator, "all_reduce", reducing(ProcessGroupCommunicator.all_reduce)),
-    ):
+    with mock.patch.object(storage.ResizableStorage, "allocate", allocated), ExitStack() as patches:
+        for kind, name in product((SimulatedCommunicator, ProcessGroupCommunicator), ("reduce_scatter", "all_reduce")):
+            patches.enter_context(mock.patch.object(kind, name, reducing(getattr(kind, name))))
         yield
 
 
