@@ -2,25 +2,16 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 from fsdp.checkpoint.convert import convert, damage_in, describe
 from fsdp.checkpoint.hf_safetensors import size_in_bytes
-from fsdp.commands.planning.command import add_plan, run_plan
-from fsdp.commands.reporting.command import add_trace, add_who, run_trace, run_who
-from fsdp.commands.selftest.command import add_selftest, run_selftest
+from fsdp.commands.planning.command import add_plan
+from fsdp.commands.reporting.command import add_trace, add_who
+from fsdp.commands.selftest.command import add_selftest
 from fsdp.errors import ShardingError
 from fsdp.file_errors import file_errors
-
-OTHERS: Final[dict[str, Callable[[argparse.Namespace], int]]] = {
-    "trace": run_trace,
-    "who": run_who,
-    "plan": run_plan,
-    "selftest": run_selftest,
-}
-"""Commands that say themselves which files they read."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,6 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="describe a checkpoint, and check every byte against its checksums")
     inspect.add_argument("path", type=Path, help="a checkpoint")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+    inspect.set_defaults(run=run)
     converting = commands.add_parser("convert", help="write a checkpoint in another form, without a GPU and without other ranks")
     converting.add_argument("path", type=Path, help="a checkpoint, a file of torch.save, a safetensors file or folder")
     converting.add_argument("out", type=Path, help="must not exist")
@@ -43,6 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
         default="5GB",
         help="limit for one output file, which is held in memory while it is made; unused with --to torch (default: %(default)s)",
     )
+    converting.set_defaults(run=run)
     add_trace(commands)
     add_who(commands)
     add_plan(commands)
@@ -62,17 +55,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        if given.command in OTHERS:
-            return OTHERS[given.command](given)
-        with file_errors(given.command, given.path):
-            return run(given)
+        found: int = given.run(given)
+        return found
     except ShardingError as refusal:
         print(f"fsdp: {refusal}", file=sys.stderr)
         return 1
 
 
 def run(given: argparse.Namespace) -> int:
-    """Run the command that was given; return the exit status."""
+    """Run `inspect` or `convert`; return the exit status."""
+    with file_errors(given.command, given.path):
+        return _run(given)
+
+
+def _run(given: argparse.Namespace) -> int:
     if not given.path.exists():
         raise ShardingError(f"{given.command}: there is no file or folder {given.path}.")
     if given.command == "convert":

@@ -26,6 +26,11 @@ from fsdp.file_errors import file_errors
 
 _UNITS: Final = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
+_AS_THEY_ARE: Final = (
+    *("world_size", "per_host", "max_ranks", "tp", "ep", "pp", "device", "network"),
+    *("optimizer", "attention", "strategies", "micro_batches"),
+)
+"""The options that are arguments of `plan` of the same names."""
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -83,6 +88,7 @@ def add_plan(commands: Any) -> None:
     parser.add_argument("--strategies", nargs="+", default=[*STRATEGIES], help="default: %(default)s")
     parser.add_argument("--json", type=Path, help="write the numbers too")
     parser.add_argument("--html", type=Path, help="write a page too, which needs no network")
+    parser.set_defaults(run=run_plan)
 
 
 def run_plan(given: argparse.Namespace) -> int:
@@ -104,25 +110,14 @@ def run_plan(given: argparse.Namespace) -> int:
         raise ShardingError(f"plan: {given.target} says nothing about its inputs; give --inputs package.module:function.")
     found = plan(
         build,
-        given.world_size,
         inputs=inputs,
-        optimizer=given.optimizer,
-        device=given.device,
-        network=given.network,
-        per_host=given.per_host,
+        **{name: getattr(given, name) for name in _AS_THEY_ARE},
         memory=None if given.memory is None else bytes_of("--memory", given.memory),
         reserve=None if given.reserve is None else bytes_of("--reserve", given.reserve),
         params=None if given.params is None else _DTYPES[given.params],
-        attention=given.attention,
-        strategies=given.strategies,
         units=None if given.units is None else {name: _units(name) for name in given.units},
         mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if given.bf16 else None,
-        micro_batches=given.micro_batches,
         offload=[False, True] if given.offload else None,
-        max_ranks=given.max_ranks,
-        tp=given.tp,
-        ep=given.ep,
-        pp=given.pp,
         stages=_stages(given),
         parallelize=_parallelize(given),
         loss_parallel=given.loss_parallel or given.target in SHAPES,

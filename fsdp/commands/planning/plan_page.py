@@ -27,11 +27,7 @@ def write_plan(path: Path, plan: Plan) -> None:
     Raises:
         ShardingError: the package plotly is missing, or the file system refuses the file.
     """
-    write_text("plan", path, page_of(plotly_source("plan --html"), plan))
-
-
-def page_of(plotly: str, plan: Plan) -> str:
-    """The whole page. `plotly`: the source of plotly.js."""
+    plotly = plotly_source("plan --html")
     device = plan.cluster.device
     title = f"Plan for {plan.parameters:,} parameters on {plan.world_size} ranks"
     shown = plan.shown
@@ -72,7 +68,7 @@ def page_of(plotly: str, plan: Plan) -> str:
             ]
         ),
     ]
-    return document(plotly, title, body, {"memory": _memory(plan, kinds), "time": _time(shown)})
+    write_text("plan", path, document(plotly, title, body, {"memory": _memory(plan, kinds), "time": _time(shown)}))
 
 
 def _titles(shown: list[Candidate]) -> list[str]:

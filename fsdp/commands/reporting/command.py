@@ -28,6 +28,7 @@ def add_trace(commands: Any) -> None:
     report.add_argument("--html", type=Path, help="write the report as a page too, which needs no network")
     report.add_argument("--json", type=Path, help="write its numbers too")
     report.add_argument("--allow-missing", action="store_true", help="report about the ranks that are there")
+    parser.set_defaults(run=run_trace)
 
 
 def add_who(commands: Any) -> None:
@@ -38,6 +39,7 @@ def add_who(commands: Any) -> None:
     place.add_argument("--pid", type=int, help="a process of the job on this host, or the one that started it")
     parser.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for answers (default: %(default)s)")
     parser.add_argument("--stacks", action="store_true", help="print the stack of each rank's main thread too")
+    parser.set_defaults(run=run_who)
 
 
 def run_trace(given: argparse.Namespace) -> int:

@@ -41,18 +41,7 @@ def write_page(
     Raises:
         ShardingError: the package plotly is missing, or the file system refuses the file.
     """
-    write_text("report", path, page_of(plotly_source("report --html"), traces, numbers, offsets, missing, advice))
-
-
-def page_of(
-    plotly: str,
-    traces: Sequence[RankTrace],
-    numbers: Sequence[RankNumbers],
-    offsets: Sequence[Offset],
-    missing: Sequence[int],
-    advice: Sequence[Advice],
-) -> str:
-    """The whole page. `plotly`: the source of plotly.js."""
+    plotly = plotly_source("report --html")
     shown = slowest(numbers)[0] if len(numbers) > 1 else numbers[0]
     trace = next(one for one in traces if one.rank == shown.rank)
     step = shown.typical
@@ -80,7 +69,7 @@ def page_of(
         ),
         section("memory", f"Bytes held in step {step.number} on rank {shown.rank}", "By kind.", _memory_table(step), True),
     ]
-    return document(plotly, title, body, plots)
+    write_text("report", path, document(plotly, title, body, plots))
 
 
 def _headline(numbers: Sequence[RankNumbers], offsets: Sequence[Offset]) -> str:

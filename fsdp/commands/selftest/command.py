@@ -39,6 +39,7 @@ def add_selftest(commands: Any) -> None:
     parser = commands.add_parser("selftest", help="check on this machine, in two minutes, that shards train as without them")
     parser.add_argument("--ranks", type=int, help="number of processes (default: one for each accelerator, two on a CPU)")
     parser.add_argument("--cpu", action="store_true", help="check on the CPU although there is an accelerator")
+    parser.set_defaults(run=run_selftest)
 
 
 def run_selftest(given: argparse.Namespace) -> int:
