@@ -6,6 +6,7 @@ Rule 2: a method that would change numbers, or hand communication to the user's 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor, nn
@@ -22,22 +23,19 @@ from fsdp.runtime.registry import UnitRef, refuse_unless_resting, unit_ref_of
 from state_machine import ReshardPolicy
 
 
+@dataclass(slots=True)
 class Settings:
     """The settings of one module. They survive when an outer module is wrapped around it."""
 
     ATTRIBUTE: ClassVar = "_fsdp2_settings"
-
-    __slots__ = ("all_reduces", "divide_factor", "policy", "reduces")
-
-    def __init__(self) -> None:
-        self.reduces = True
-        """Whether gradients are reduced."""
-        self.all_reduces = True
-        """Whether gradients are summed over replicas."""
-        self.divide_factor: float | None = None
-        """The divisor of gradients that was set; None means their number of ranks."""
-        self.policy: ReshardPolicy | None = None
-        """When unsharded parameters are freed, as `set_reshard_after_forward` has said last."""
+    reduces: bool = True
+    """Whether gradients are reduced."""
+    all_reduces: bool = True
+    """Whether gradients are summed over replicas."""
+    divide_factor: float | None = None
+    """The divisor of gradients that was set; None means their number of ranks."""
+    policy: ReshardPolicy | None = None
+    """When unsharded parameters are freed, as `set_reshard_after_forward` has said last."""
 
 
 def settings_of(module: nn.Module) -> Settings:
@@ -128,9 +126,8 @@ class FSDPModule:
         Raises:
             ShardingError: this is not the root, or `recurse` is False and there are inner units.
         """
-        settings = self._sync_settings(recurse, "set_requires_gradient_sync")
-        settings.reduces = settings.all_reduces = bool(requires_gradient_sync)
-        self._apply_sync()
+        reduces = bool(requires_gradient_sync)
+        self._set_sync(recurse, "set_requires_gradient_sync", reduces, reduces)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With replicas: from now on, sum gradients over the replicas, or keep them on this rank. Call it on the root.
@@ -138,21 +135,19 @@ class FSDPModule:
         Raises:
             ShardingError: this is not the root, or `recurse` is False and there are inner units.
         """
-        self._sync_settings(recurse, "set_requires_all_reduce").all_reduces = bool(requires_all_reduce)
-        self._apply_sync()
+        self._set_sync(recurse, "set_requires_all_reduce", bool(requires_all_reduce))
 
-    def _sync_settings(self, recurse: bool, method: str) -> Settings:
+    def _set_sync(self, recurse: bool, method: str, all_reduces: bool, reduces: bool | None = None) -> None:
+        """Set whether gradients are summed over replicas, and if it is given, whether they are reduced."""
         ref = _ref(self)
         if ref.index or (not recurse and len(ref.engine.units) > 1):
             raise ShardingError(
                 f"{method}: the units of a root reduce their gradients together or not at all; call it on the outermost module, "
                 "with recurse=True."
             )
-        return settings_of(ref.unit.module)
-
-    def _apply_sync(self) -> None:
-        ref = _ref(self)
         settings = settings_of(ref.unit.module)
+        settings.all_reduces = all_reduces
+        settings.reduces = settings.reduces if reduces is None else reduces
         has_replicas = ref.engine.comms.replica_comm.size > 1
         set_requires_gradient_sync(ref.unit.module, settings.reduces and (settings.all_reduces or not has_replicas))
 
