@@ -12,7 +12,7 @@ function of its own.
 
 import cProfile
 import pstats
-from collections import defaultdict
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,10 @@ def place_of(path: str) -> str:
 
 def by_place(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Own microseconds of all functions of a file together, the most first."""
-    sums: dict[str, float] = defaultdict(float)
+    sums: Counter[str] = Counter()
     for row in rows:
         sums[row["place"]] += row["microseconds"]
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+    return dict(sums.most_common())
 
 
 def by_function(phases: dict[str, list[dict[str, Any]]]) -> dict[tuple[str, str], tuple[float, float]]:
