@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -75,10 +76,7 @@ def mutants() -> list[Mutant]:
 def changes_of(file: str) -> Iterator[Mutant]:
     """The changes of one file, also of one in `EXCEPT`."""
     source = (ROOT / file).read_text(encoding="utf-8")
-    lines = source.splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line.encode()))
+    starts = [*accumulate((len(line.encode()) for line in source.splitlines(keepends=True)), initial=0)]
 
     def change(node: ast.expr | ast.stmt, what: str, text: str) -> Mutant:
         assert node.end_lineno is not None and node.end_col_offset is not None
