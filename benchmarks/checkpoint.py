@@ -8,10 +8,7 @@ a full export of the parameters needs besides its result.
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as distributed_checkpoint
-from common import group
+from common import over_gloo
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -50,6 +47,12 @@ def with_state(model: nn.Module) -> torch.optim.Optimizer:
     optimizer.step()
     optimizer.zero_grad()
     return optimizer
+
+
+class Settings(NamedTuple):
+    megabytes: int
+    repeat: int
+    folder: str
 
 
 class Contender(NamedTuple):
@@ -136,12 +139,18 @@ def export_memory(megabytes: int) -> dict[str, float]:
     return {"extra MB of iter_full_params": streamed, "extra MB of full_state_dict": gathered - returned, "returned MB": returned}
 
 
-def compare(rank: int, args: argparse.Namespace, folder: Path) -> dict[str, float]:
+def memory(rank: int, settings: Settings) -> dict[str, float]:
+    """See `export_memory`. Only rank 0's is shown."""
+    return {name: round(value, 1) for name, value in export_memory(settings.megabytes).items()}
+
+
+def speed(rank: int, settings: Settings) -> dict[str, float]:
     """The least seconds of each operation of both contenders, and their ratios. Only rank 0's are shown."""
     found: dict[str, float] = {}
-    for _ in range(args.repeat):
+    folder = Path(settings.folder)
+    for _ in range(settings.repeat):
         for name, make in (("ours", ours), ("fsdp2", fsdp2)):
-            contender = make(folder, args.megabytes)
+            contender = make(folder, settings.megabytes)
             # each into a folder that is not there, and its turn at a disk cache that is as full as the other's
             if rank == 0:
                 shutil.rmtree(folder / name, ignore_errors=True)
@@ -152,19 +161,8 @@ def compare(rank: int, args: argparse.Namespace, folder: Path) -> dict[str, floa
                     result.result()
                 found[f"{name} {what}"] = min(found.get(f"{name} {what}", taken), taken)
             del contender
-    dist.barrier()
     ratios = {f"{what}: ours / fsdp2": found[f"ours {what}"] / found[f"fsdp2 {what}"] for what in ("save", "load", "later")}
-    return {**found, **ratios}
-
-
-def rank_main(rank: int, args: argparse.Namespace, folder: Path) -> None:
-    """One rank, in a process of its own. Rank 0 prints."""
-    torch.set_num_threads(1)
-    with group("gloo", dist.FileStore(str(folder / "store"), args.ranks), rank, args.ranks):
-        found = export_memory(args.megabytes) if args.what == "memory" else compare(rank, args, folder)
-    if rank == 0:
-        digits = 1 if args.what == "memory" else 3
-        print(json.dumps({name: round(value, digits) for name, value in found.items()}, indent=1))
+    return {name: round(value, 3) for name, value in {**found, **ratios}.items()}
 
 
 def main() -> None:
@@ -173,24 +171,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--limit", type=int, default=300, help="seconds")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--what", choices=["speed", "memory"], help="one of the two only")
     args = parser.parse_args()
-    if args.rank is not None:
-        rank_main(args.rank, args, args.folder)
-        return
-    for what in [args.what] if args.what else ["speed", "memory"]:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, __file__, *sys.argv[1:], "--folder", folder, "--what", what, "--rank"]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(args.ranks)]
-            try:
-                for one in ranks:
-                    one.wait(timeout=args.limit)
-            finally:
-                for one in ranks:
-                    one.kill()
+    for work in (speed, memory):
+        if args.what in (None, work.__name__):
+            with tempfile.TemporaryDirectory() as folder:
+                found = over_gloo(work, Settings(args.megabytes, args.repeat, folder), args.ranks, args.limit)
+            print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
