@@ -44,8 +44,7 @@ def advise(traces: Sequence[RankTrace], numbers: Sequence[RankNumbers]) -> list[
     common = set.intersection(*({step.number for step in one.steps} for one in numbers))
     if not common:
         return []
-    first = next(one for one in numbers)
-    step = sorted((one for one in first.steps if one.number in common), key=lambda one: one.length)[(len(common) - 1) // 2]
+    step = sorted((one for one in numbers[0].steps if one.number in common), key=lambda one: one.length)[(len(common) - 1) // 2]
     ranks = ranks_of(traces, numbers, step.number)
     now = replayed(ranks)
     found = [
@@ -95,7 +94,7 @@ def _candidates(
         number = next(index for index, one in enumerate(numbers) if one.rank == last.rank)
         own = last.typical.own
         faster = list(ranks)
-        faster[number] = with_busy((own - excess) / own)(ranks[number])
+        faster[number] = with_busy(ranks[number], (own - excess) / own)
         reason = (
             f"rank {last.rank} works {milliseconds(excess)} ms of a step longer than the median of the ranks, which wait for it"
         )

@@ -124,16 +124,10 @@ def with_buckets(cap: float) -> Change:
     return change
 
 
-def with_busy(factor: float) -> Change:
+def with_busy(rank: ReplayedRank, factor: float) -> ReplayedRank:
     """The same step on a rank whose host and device take `factor` of their time."""
-
-    def change(rank: ReplayedRank) -> ReplayedRank:
-        return replace(
-            rank,
-            operations=[replace(one, seconds=one.seconds * factor) if one.what == "busy" else one for one in rank.operations],
-        )
-
-    return change
+    busy = [replace(one, seconds=one.seconds * factor) if one.what == "busy" else one for one in rank.operations]
+    return replace(rank, operations=busy)
 
 
 class _Host:
