@@ -9,6 +9,7 @@ from fsdp.compat.fsdp2 import wrap as _ours
 from fsdp.compat.fsdp2.module import FSDPModule
 from fsdp.compat.fsdp2.residence import GradientReductionHandle, UnshardHandle
 from fsdp.compat.shared.newer_peers import stands_in_for, takes_arguments_of
+from fsdp.runtime.registry import unit_ref_of
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -28,7 +29,7 @@ stands_in_for(_torch.FSDPModule, FSDPModule)
 # torch's own functions, whatever these names are bound to later
 _fully_shard, _register, _share = _torch.fully_shard, _torch.register_fsdp_forward_method, _torch.share_comm_ctx
 fully_shard = takes_arguments_of(lambda: _fully_shard, "fully_shard")(_ours.fully_shard)
-fully_shard.state = _ours.state_of  # type: ignore[attr-defined]  # torch's has this attribute, too
+fully_shard.state = unit_ref_of  # type: ignore[attr-defined]  # of a module, as torch's; None if it is not wrapped
 register_fsdp_forward_method = takes_arguments_of(lambda: _register, "register_fsdp_forward_method")(
     _ours.register_fsdp_forward_method
 )

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.api.summon import summoned_units
 from fsdp.compat.fairscale.flat_params import Flat, joined, views_of
 from fsdp.compat.fairscale.groups import can_communicate, comm_of, gather_chunks, global_rank
 from fsdp.compat.fairscale.sharding import cast_buffers, instances_in, plain_name, shard
@@ -52,13 +51,6 @@ def padding(flat: Flat, rank: int, world_size: int) -> int:
 
 
 # full state -------------------------------------------------------------------------------
-
-
-@contextmanager
-def summoned(instance: Any, writeback: bool) -> Iterator[None]:
-    """Give the modules of one instance their full parameters inside."""
-    with summoned_units([instance._unit_ref], writeback), instance.module.unflatten_params():
-        yield
 
 
 def full_state_dict(instance: Any, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

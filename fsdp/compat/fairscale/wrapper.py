@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp.api.summon import summoned_units
 from fsdp.api.wrap import no_sync, run_forward
 from fsdp.autograd.frames import in_backward
 from fsdp.autograd.pytree import tensors_in
@@ -311,7 +312,8 @@ class FullyShardedDataParallel(Wrapper):
         instances = get_fsdp_instances(self) if recurse else [self]
         with contextlib.ExitStack() as stack:
             for instance in instances:
-                stack.enter_context(states.summoned(instance, writeback=not volatile))
+                stack.enter_context(summoned_units([instance._unit_ref], writeback=not volatile))
+                stack.enter_context(instance.module.unflatten_params())
             for instance in instances:
                 for shared in instance._shared:
                     stack.enter_context(shared.shown_in_full())

@@ -158,11 +158,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         forward_methods.register_forward_method(module, method_name)
 
 
-def state_of(module: nn.Module) -> object | None:
-    """An object that stands for what `fully_shard` has made of a module; None for a module that is not wrapped."""
-    return unit_ref_of(module)
-
-
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Do nothing: every root has streams of its own.
 
