@@ -168,10 +168,7 @@ def convolutional(stages: tuple[int, ...], blocks: int, images: int) -> Workload
 
 
 def _examples(shape: tuple[int, ...]) -> Callable[[Generator], Batch]:
-    return lambda generator: (
-        torch.randn(shape, generator=generator),
-        torch.randint(CLASSES, shape[:1], generator=generator),
-    )
+    return lambda generator: (torch.randn(shape, generator=generator), torch.randint(CLASSES, shape[:1], generator=generator))
 
 
 WORKLOADS: Mapping[str, Workload] = {

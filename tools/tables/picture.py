@@ -71,10 +71,7 @@ def picture(table: Table = RESHARD_AFTER_FORWARD) -> str:
         lines.append(f'<rect {corner} width="{_WIDTH}" height="{_HEIGHT}" rx="8" fill="{fill}" stroke="#444"/>')
         lines.append(_text(rectangle.x, rectangle.y - 2, state.name, "middle", 'font-weight="bold" fill="#111"'))
         lines.append(_text(rectangle.x, rectangle.y + 14, rectangle.note, "middle", 'font-size="10.5" fill="#444"'))
-    notes = (
-        ("#ffe3bd", "the unit's parameters are unsharded"),
-        ("#d8e8f8", "only this rank's shard"),
-    )
+    notes = (("#ffe3bd", "the unit's parameters are unsharded"), ("#d8e8f8", "only this rank's shard"))
     for number, (fill, note) in enumerate(notes):
         y = 350 + 20 * number
         lines.append(f'<rect x="15" y="{y}" width="14" height="14" rx="3" fill="{fill}" stroke="#444"/>')

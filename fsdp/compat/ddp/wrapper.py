@@ -218,10 +218,7 @@ class DistributedDataParallel(ReplicatedModule):
             self._requires_sync = before
 
     def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> AbstractContextManager[Any]:
         """Train on ranks with different numbers of batches, in a loop that needs no change.
 

@@ -262,10 +262,7 @@ class FullyShardedDataParallel(InstanceState):
 
     @staticmethod
     def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: Any = None,
-        optim_state_dict_config: Any = None,
+        module: nn.Module, state_dict_type: StateDictType, state_dict_config: Any = None, optim_state_dict_config: Any = None
     ) -> StateDictSettings:
         """Set the format of the state dicts of all instances in `module`; return the one before."""
         return state_types.set_settings(module, state_dict_type, state_dict_config, optim_state_dict_config)
@@ -278,10 +275,7 @@ class FullyShardedDataParallel(InstanceState):
     @staticmethod
     @contextlib.contextmanager
     def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: Any = None,
-        optim_state_dict_config: Any = None,
+        module: nn.Module, state_dict_type: StateDictType, state_dict_config: Any = None, optim_state_dict_config: Any = None
     ) -> Generator[None, None, None]:
         """Set the format of the state dicts of all instances in `module`, inside."""
         with state_types.settings_inside(module, state_dict_type, state_dict_config, optim_state_dict_config):
@@ -349,10 +343,7 @@ class FullyShardedDataParallel(InstanceState):
 
     @staticmethod
     def optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any] | None = None,
-        group: Any = None,
+        model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any] | None = None, group: Any = None
     ) -> dict[str, Any]:
         """Return the state by parameter name, in the format of `set_state_dict_type`. Communicates.
 
