@@ -90,10 +90,8 @@ def _attention(
 
 def _one_kernel(kernel: str, *given: Any) -> tuple[str, str]:
     """The kernel that was asked for, if it can do this."""
-    mask = given[3]
-    if mask is not None and mask.requires_grad:
-        return MATH, "the mask needs a gradient"
-    return kernel, ""
+    reason = _reason(0.0, given[3])
+    return (MATH, reason) if reason else (kernel, "")
 
 
 def _ask_torch(*given: Any) -> tuple[str, str]:

@@ -30,7 +30,8 @@ def aligned(traces: Sequence[RankTrace]) -> tuple[list[RankTrace], list[Offset]]
         ShardingError: the ranks have traced different steps.
     """
     offsets = [offset(traces[0], trace) for trace in traces]
-    return [_moved(trace, -one.middle) for trace, one in zip(traces, offsets, strict=True)], offsets
+    moved = [[_moved(event, -one.middle) for event in trace.events] for trace, one in zip(traces, offsets, strict=True)]
+    return [trace_of(trace.info, events) for trace, events in zip(traces, moved, strict=True)], offsets
 
 
 def offset(first: RankTrace, other: RankTrace) -> Offset:
@@ -100,11 +101,7 @@ def _of_all_ranks(trace: RankTrace) -> dict[str, list[Slice]]:
     return found
 
 
-def _moved(trace: RankTrace, by: float) -> RankTrace:
-    return trace_of(trace.info, [_moved_event(one, by) for one in trace.events])
-
-
-def _moved_event(event: dict[str, Any], by: float) -> dict[str, Any]:
+def _moved(event: dict[str, Any], by: float) -> dict[str, Any]:
     if "ts" not in event:
         return event
     args = {
