@@ -55,12 +55,13 @@ def left_alone(module: nn.Module, broadcasts_buffers: bool) -> tuple[list[nn.Mod
         ShardingError: a name is none of the module's, or a buffer is ignored beside others, or while buffers are broadcast.
     """
     names = set(module.__dict__.get(IGNORED, ()))
-    if broadcasts_buffers and (buffers := sorted(names & set(_buffers(module)))):
+    if broadcasts_buffers and (buffers := sorted(names & {name for name, _ in module.named_buffers(remove_duplicate=False)})):
         raise ShardingError(f"{buffers[0]!r} is ignored, and buffers are broadcast all together; give broadcast_buffers=False.")
     found: list[nn.Module] = []
     covered: set[str] = set()
     for prefix, one in module.named_modules():
-        below = {f"{prefix}.{name}" if prefix else name for name in (*_params(one), *_buffers(one))}
+        tensors = (*one.named_parameters(remove_duplicate=False), *one.named_buffers(remove_duplicate=False))
+        below = {f"{prefix}.{name}" if prefix else name for name, _ in tensors}
         if below and below <= names and not below <= covered:
             found.append(one)
             covered |= below
@@ -129,11 +130,3 @@ def refuse_other_options(given: Mapping[str, object], known: Collection[str]) ->
             f"DistributedDataParallel: {remedies_for(refused, known)}. Options of Apex are those of fsdp.compat.apex; "
             "fsdp.fully_shard has the other ones."
         )
-
-
-def _params(module: nn.Module) -> list[str]:
-    return [name for name, _ in module.named_parameters(remove_duplicate=False)]
-
-
-def _buffers(module: nn.Module) -> list[str]:
-    return [name for name, _ in module.named_buffers(remove_duplicate=False)]

@@ -66,8 +66,7 @@ def full(
     _check_alike(view)
     if given is not None:
         view.take_state(given)
-    state = gather_optim_state(view, rank0_only, device)
-    return {**state}
+    return {**gather_optim_state(view, rank0_only, device)}
 
 
 def _check_alike(view: OptimizerView) -> None:
