@@ -22,6 +22,7 @@ from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp
+from tests.support.stalls import look_soon
 
 LIMIT: Final = 40
 """Seconds for each program. Then a rank prints its stacks and dies."""
@@ -338,6 +339,8 @@ def stage_retried(place: str, failing: int | None, micro_batch: int) -> Retried:
 
 STAGES: Final = (("forward", 0, 2), ("forward", 3, 0), ("backward", 0, 3), ("backward", 3, 1))
 """Where a rank of a stage fails, which one, and in which micro-batch."""
+LATE: Final = STAGES[2]
+"""The other stage has reduced its gradients already."""
 
 
 def disagrees() -> tuple[Told, float]:
@@ -395,7 +398,7 @@ def is_slow() -> list[Told]:
     model = distribute(mesh)
     for step in range(3):
         if step == 2 and dist.get_rank() == 3:
-            model[1].register_forward_pre_hook(lambda *_: time.sleep(7))
+            model[1].register_forward_pre_hook(lambda *_: time.sleep(2))
         try:
             model(batch(step, mesh["dp"].get_local_rank())).square().mean().backward()
         except RuntimeError as error:
@@ -410,8 +413,8 @@ PROGRAMS: Final[dict[str, Callable[[], Any]]] = {
     "killed beside": ended_beside,
     **{f"context {culprit}": lambda culprit=culprit: context_fails(culprit) for culprit in (0, 3)},
     "apart": apart,
-    **{f"stage {stage}": lambda stage=stage: stage_fails(*stage) for stage in STAGES},
-    **{f"stage {stage} again": lambda stage=stage: stage_retried(*stage) for stage in (*STAGES, ("", None, 0))},
+    **{f"stage {stage}": lambda stage=stage: stage_retried(*stage) for stage in (*STAGES, ("", None, 0))},
+    "stage late": lambda: stage_fails(*LATE),
     "stage killed": lambda: stage_fails("forward", 3, 2, lambda: (mark_time(), os.kill(os.getpid(), signal.SIGKILL))),
     "disagrees": disagrees,
     "leaves out": leaves_parallel_out,
@@ -431,6 +434,7 @@ def main() -> None:
     rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     torch.set_num_threads(1)
+    look_soon()
     os.environ.setdefault("FSDP_RETURN_SECONDS", "10")
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
