@@ -19,9 +19,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp
-from tests.comm.failure.dimension_programs import STAGES, Retried, stage_retried
+from tests.comm.failure.dimension_programs import LATE, STAGES, Retried, stage_retried
 from tests.compat.fsdp2 import test_pipelines_gloo as pipeline
+from tests.support.everything import EVERYTHING
 from tests.support.ranks import on_ranks
+
+SEEDS = pytest.mark.parametrize("seed", range(3 if EVERYTHING else 1))
 
 
 def of(rank: int) -> Tensor:
@@ -170,7 +173,7 @@ def test_a_group_has_some_of_the_ranks() -> None:
     assert fsdp.simulate(4, program) == [[2.0, 18.0], [4.0, 16.0]] * 2
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize("kind", [*pipeline.SCHEDULES, *pipeline.ZERO_BUBBLE])
 def test_schedules_of_pipelines_train_as_one_process(kind: str, seed: int) -> None:
     found = fsdp.simulate(4, lambda rank: pipeline.train(fsdp, kind, rank, 4, 2), seed=seed)
@@ -192,8 +195,8 @@ def pipeline_without_failure() -> list[Retried]:
     return fsdp.simulate(4, lambda rank: stage_retried("", None, 0))
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("stage", [one for one in STAGES if one != ("backward", 0, 3)])  # the other has completed the step then
+@SEEDS
+@pytest.mark.parametrize("stage", [one for one in STAGES if one != LATE])
 def test_a_rank_of_a_pipeline_that_fails_is_named_and_the_step_is_done_again(stage: tuple[str, int, int], seed: int) -> None:
     found = fsdp.simulate(4, lambda rank: stage_retried(*stage), seed=seed)
     for rank, (one, other) in enumerate(zip(found, pipeline_without_failure(), strict=True)):
@@ -257,7 +260,7 @@ def train(model: nn.Module, ranks: list[int]) -> list[Tensor]:
     return [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_model_whose_shards_are_dtensors_trains_as_one_process(size: int, seed: int) -> None:
     wanted = train(Net(), [*range(size)])
@@ -269,7 +272,7 @@ def test_a_model_whose_shards_are_dtensors_trains_as_one_process(size: int, seed
         torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize("ways", [(2, 2), (1, 2), (3, 1), (2, 3)])
 def test_tensor_parallel_blocks_train_as_one_process(ways: tuple[int, int], seed: int) -> None:
     wanted = train(Net(), [*range(ways[0])])
