@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.everything import EVERYTHING
 from tests.support.processes import results_of
 
 pytestmark = pytest.mark.gloo
@@ -11,5 +12,5 @@ pytestmark = pytest.mark.gloo
 
 def test_what_each_distribution_saves_each_other_loads_to_the_bit(tmp_path: Path) -> None:
     for result in results_of("tests.checkpoint.matrix_program", 4, tmp_path, seconds=240):
-        assert result.pop("compared") == ["162"]
+        assert result.pop("compared") == ["190" if EVERYTHING else "77"]
         assert not result, sorted(result.items())[:5]
