@@ -24,7 +24,7 @@ from tests.support.faults import (
     step_name,
 )
 from tests.support.kills import KILLS
-from tests.support.processes import ROOT, run_module
+from tests.support.processes import ROOT, start_rank
 
 PAGE = ROOT / "docs" / "reference" / "faults.md"
 
@@ -98,7 +98,8 @@ def test_another_number_of_ranks_loads_it(tmp_path: Path, rows: dict[str, str]) 
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a process left that killed parts of itself."""
     folder = tmp_path_factory.mktemp("killed")
-    run_module("tests.support.kills", folder).check_returncode()
+    ended = start_rank("tests.support.kills", folder, output=(printed := folder / "printed")).wait(120)
+    assert ended == 0, printed.read_text()
     return folder
 
 

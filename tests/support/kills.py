@@ -1,6 +1,7 @@
 """Ranks that are killed while they save: a whole simulated world, or processes over gloo. Run as a script, it does so.
 
-python kills.py FOLDER    for each case a folder all/N or one/N: checkpoints of step 1 and perhaps 2, and what a rank was told
+python -m tests.support.kills FOLDER    for each case a folder all/N or one/N: checkpoints of step 1 and perhaps 2, and
+                                        what a rank was told
 
 One process imports torch; each case is a fork of it, or two.
 """
