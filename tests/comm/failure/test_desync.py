@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -23,11 +23,15 @@ from tests.support.stores import MemoryStore
 class NoPeers:
     """Peers that never fail, or that start another forward, which is then named."""
 
+    def __init__(self) -> None:
+        self.waits: list[NeverDone] = []
+
     def check_peers(self, broken: bool, where: str = "", stalled: bool = False) -> None:
         return
 
     def disconnect(self) -> None:
-        return
+        for one in self.waits:
+            one.looks_until_over = 2
 
     def report_restart(self, rank: int) -> NoReturn:
         raise Restarted(rank)
@@ -68,10 +72,16 @@ class Ranks:
 
 
 class NeverDone:
-    """A collective that some rank never joins."""
+    """A collective that some rank never joins. It is over a moment after its rank has disconnected."""
+
+    looks_until_over: float = float("inf")
+
+    def __init__(self, peers: Any) -> None:
+        peers.waits.append(self)
 
     def is_completed(self) -> bool:
-        return False
+        self.looks_until_over -= 1
+        return self.looks_until_over <= 0
 
     def wait(self, timeout: timedelta) -> None:
         threading.Event().wait(0.01)
@@ -141,7 +151,7 @@ def test_ranks_that_wait_on_different_communicators_for_ever() -> None:
                 for channel in comms.values():
                     channel.check_call("call", "a", 64)
             note = comms[last].check_call("call", "a", 64)
-            WatchedWork(NeverDone(), detector, note).wait()
+            WatchedWork(NeverDone(detector._peers), detector, note).wait()
 
         return program
 
@@ -165,7 +175,7 @@ def test_after_a_disagreement_every_call_says_so() -> None:
     with pytest.raises(fsdp.WorldError, match="The ranks disagree"):
         gathers.check_call("all_gather", "a", 64)
     with pytest.raises(fsdp.WorldError, match="The ranks disagree"):
-        WatchedWork(NeverDone(), detector, lambda: PendingCall("shard", 1, "a", "", {})).wait()
+        WatchedWork(NeverDone(detector._peers), detector, lambda: PendingCall("shard", 1, "a", "", {})).wait()
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -179,7 +189,7 @@ def test_a_rank_that_leaves_the_agreed_schedule_gets_an_error_with_it_and_with_t
             for _ in range(4):
                 for unit in ("a", "b"):
                     gathers.check_call("all_gather", unit, 64)
-            WatchedWork(NeverDone(), detector, gathers.check_call("all_gather", then, 64)).wait()
+            WatchedWork(NeverDone(detector._peers), detector, gathers.check_call("all_gather", then, 64)).wait()
 
         return program
 
@@ -397,7 +407,7 @@ def test_a_rank_that_begins_again_is_named_and_nobody_is_in_trouble(others: str)
             for _ in range(4):
                 for one in comms.values():
                     one.check_call("call", "a", 64)
-            WatchedWork(NeverDone(), detector, comms[channel].check_call(kind, unit, 64)).wait()
+            WatchedWork(NeverDone(detector._peers), detector, comms[channel].check_call(kind, unit, 64)).wait()
 
         return program
 

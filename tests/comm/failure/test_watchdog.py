@@ -25,6 +25,9 @@ STEADY = "ababababa"
 
 
 opened: list[DevicePeerMonitor] = []
+PATIENCE = 0.05
+"""Seconds without a launch after which a thread looks for a reason."""
+SEVERAL_LOOKS = 4 * PATIENCE
 
 
 def comes_true(condition: Callable[[], bool]) -> None:
@@ -70,9 +73,9 @@ class Rank:
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(watchdog, "POLL", 0.01)
-    monkeypatch.setattr(watchdog, "STALL_SECONDS", 0.1)
-    monkeypatch.setattr(desync, "STALL_SECONDS", 0.1)
+    monkeypatch.setattr(watchdog, "POLL", 0.005)
+    monkeypatch.setattr(watchdog, "STALL_SECONDS", PATIENCE)
+    monkeypatch.setattr(desync, "STALL_SECONDS", PATIENCE)
     monkeypatch.setenv(lines_module.RETURN_SECONDS, "5")
     yield
     while opened:
@@ -99,7 +102,7 @@ def asks_on(channel: str, one: Rank) -> None:
 
 def has_time(ranks: list[Rank]) -> None:
     """For every thread to look several times, and to see that nobody waits in vain."""
-    time.sleep(0.4)
+    time.sleep(SEVERAL_LOOKS)
     assert not any(one.aborted.is_set() or one.lines.down or one.lines.pending_error for one in ranks)
 
 
@@ -359,13 +362,13 @@ def test_who_is_a_step_apart_waits_for_nobody_and_is_not_aborted() -> None:
             raise
 
     def goes_on_late() -> None:
-        time.sleep(0.3)  # the other one waits for it in the store meanwhile
+        time.sleep(3 * PATIENCE)  # the other one waits for it in the store meanwhile
         clear(ranks[1])
 
     errors = together(lambda: clear(ranks[0]), goes_on_late)
     for error in errors:
         assert "may be a step apart" in str(error) and "aborted" not in str(error)
-    time.sleep(0.4)
+    time.sleep(SEVERAL_LOOKS)
     assert not any(one.aborted.is_set() for one in ranks)
 
 
@@ -381,7 +384,7 @@ def test_a_store_that_is_gone_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(one.lines._store, "check", fails)
     comes_true(lambda: len(asked) >= watchdog.FAILURES)
-    time.sleep(0.4)  # for several looks more, if there were any
+    time.sleep(SEVERAL_LOOKS)  # for several looks more, if there were any
     assert len(asked) == watchdog.FAILURES
 
 
@@ -426,7 +429,7 @@ def test_a_rank_that_has_launched_more_on_one_communicator_may_come_to_another_l
     comes_true(lambda: b", 10, " in held_by(other).get("0/waits/1", b""))
 
     def comes_late() -> None:
-        time.sleep(0.6)  # several times as long as the other one waits before it asks who is to blame
+        time.sleep(6 * PATIENCE)  # several times as long as the other one waits before it asks who is to blame
         asks_on("reduce", other)
 
     assert not any(together(lambda: asks_on("reduce", one), comes_late))
@@ -449,7 +452,7 @@ def test_a_slow_rank_is_waited_for() -> None:
     """Nobody knows whether a host waits for what it launched, so this is no deadlock."""
     one, other = ranks_that_launched(*STEADY)
     one.launch("b")
-    time.sleep(0.4)
+    time.sleep(SEVERAL_LOOKS)
     assert not one.aborted.is_set() and one.lines.pending_error is None
     other.launch("b")
     has_time([one, other])
