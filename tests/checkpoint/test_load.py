@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import fsdp
 from fsdp.checkpoint.dcp import StoredCheckpoint
 from fsdp.checkpoint.manifest import NAME, read_manifest
+from tests.support.everything import some
 from tests.support.models import CASES, Block, Case, Net, loss_of, make_net, own_batches, train, weights_of, wrap
 from tests.support.optimizers import OPTIMIZERS, ROWS, RowStatistics, assert_same, in_groups, trained, wrapped
 from tests.support.ranks import on_ranks
@@ -46,7 +47,13 @@ def loaded(rank: int, case: Case, path: Path, **options: Any) -> tuple[dict[str,
 
 @pytest.mark.parametrize(
     ("case", "saving", "loading"),
-    [*((name, *sizes) for name in CASES for sizes in [(1, 2), (3, 2)]), ("net", 2, 2), ("tied", 4, 8), ("odd", 8, 1)],
+    [
+        *((name, *sizes) for name in CASES for sizes in some((3, 2), (1, 2))),
+        ("net", 1, 2),
+        ("net", 2, 2),
+        ("tied", 4, 8),
+        ("odd", 8, 1),
+    ],
 )
 def test_a_checkpoint_goes_from_one_world_into_another(case: str, saving: int, loading: int, tmp_path: Path) -> None:
     weights, state = fsdp.simulate(saving, partial(save_trained, case=CASES[case], path=tmp_path / "a"))[0]

@@ -8,6 +8,7 @@ import torch
 import fsdp
 from fsdp.debug.delays import DELAYS, delayed
 from fsdp.device.streams import Streams
+from tests.support.everything import some
 from tests.support.models import CASES, Trained, assert_trained_alike, is_at_rest, own_batches, train, wrap
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -37,7 +38,7 @@ def trained(strategy: str, deterministic: bool) -> list[Trained]:
 @pytest.mark.parametrize("strategy", OPTIONS)
 def test_delays_in_the_simulated_world_change_no_bit(strategy: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = trained(strategy, deterministic)
-    for seed in range(2):
+    for seed in some(0, 1):
         monkeypatch.setenv(DELAYS, str(seed))
         for one, other in zip(trained(strategy, deterministic), wanted, strict=True):
             assert_trained_alike(one, other, within=0)

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 import fsdp
 from fsdp.shards.shard_parameter import ShardParameter
 from tests.shards.programs import PROGRAMS, Found, backward, make
+from tests.support.everything import some
 from tests.support.models import assert_close, join_all, local, weights_of
 from tests.support.ranks import on_ranks
 
@@ -25,7 +26,7 @@ def assert_of_one_process(found: list[Found], wanted: Found) -> None:
     assert_close(join_all([weights for _, weights in found], wanted[1]), {**wanted[1]})
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", some(3, 2))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_numbers_and_weights_are_those_of_one_process(name: str, size: int) -> None:
     program = PROGRAMS[name]
@@ -80,7 +81,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", some(3, 2))
 @pytest.mark.parametrize("name", REFUSED)
 @on_ranks("size")
 def test_what_needs_the_full_tensor_is_refused_with_the_remedy_and_changes_nothing(rank: int, name: str, size: int) -> None:

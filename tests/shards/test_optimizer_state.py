@@ -27,7 +27,7 @@ from fsdp.checkpoint.dcp import StoredCheckpoint, WritePlan
 from fsdp.shards.shard_tensor import ShardTensor, plain
 from fsdp.shards.sharded_value import ShardedValue
 from fsdp.state_dict.model_view import ModelView
-from tests.support.everything import EVERYTHING
+from tests.support.everything import EVERYTHING, some
 from tests.support.models import CASES, Case, own_batches, train, wrap
 from tests.support.ranks import on_ranks
 from tests.support.states import assert_same_state
@@ -89,7 +89,7 @@ def read(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
 class TestDistributedCheckpoint:
     @pytest.mark.parametrize("case", SAVED)
     @pytest.mark.parametrize("name", ["AdamW", "SGD"])
-    @pytest.mark.parametrize(("size", "others"), [(2, (2, 3)), (3, (2, 1))])
+    @pytest.mark.parametrize(("size", "others"), some((2, (2, 3)), (3, (2, 1))))
     def test_model_and_optimizer_come_back_to_the_bit_by_torchs_functions(
         self, case: str, name: str, size: int, others: tuple[int, ...], tmp_path: Path
     ) -> None:
@@ -194,7 +194,7 @@ class TestTorchsOptions:
         set_model_state_dict(other, dict(weights), options=options)
         assert_same_state(fsdp.full_state_dict(other, rank0_only=False), weights)
 
-    @pytest.mark.parametrize("size", [2, 3])
+    @pytest.mark.parametrize("size", some(3, 2))
     @pytest.mark.parametrize("name", OPTIMIZERS if EVERYTHING else ["AdamW", "Adagrad"])
     @pytest.mark.parametrize("case", [*SAVED, "scale"])
     @on_ranks("size")

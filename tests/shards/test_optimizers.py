@@ -8,12 +8,13 @@ import torch
 import fsdp
 from fsdp.shards.optimizer_steps import ELEMENT_WISE_OPTIMIZERS
 from tests.shards.optimizer_table import WITHIN, Row, rows, rows_elsewhere, trained
+from tests.support.everything import some
 from tests.support.models import assert_close, join_all
 
 ROWS = rows()
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", some(3, 2))
 @pytest.mark.parametrize("name", ROWS)
 def test_an_optimizer_is_right_or_refused(name: str, size: int) -> None:
     row = ROWS[name]
@@ -50,7 +51,7 @@ def assert_right(row: Row, found: list[Any], size: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "row"), list(rows_elsewhere()))
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", some(3, 2))
 def test_an_optimizer_of_another_package_is_refused(name: str, row: Row, size: int) -> None:
     assert_refused(row, fsdp.simulate(size, lambda rank: outcome(row, rank)))
 

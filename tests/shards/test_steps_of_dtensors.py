@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import fsdp
 from fsdp.compat.fully_shard import fully_shard
 from fsdp.shards.optimizer_state import ELEMENT_WISE_OPTIMIZERS, NUMBERS
+from tests.support.everything import some
 
 STEPS = 3
 HOWS = [
@@ -39,7 +40,7 @@ def train(model: nn.Module, kind: Any, how: str) -> torch.optim.Optimizer:
     return optimizer  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", some(3, 1, 2))
 @pytest.mark.parametrize(("kind", "how"), HOWS)
 def test_a_step_is_right_and_its_state_is_of_dtensors(kind: Any, how: str, size: int) -> None:
     plain = net()

@@ -1,9 +1,10 @@
 """How much is tested where a test has many sizes: a part, or with `FSDP_TESTS=all` all of it."""
 
 import os
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from zlib import crc32
 
+T = TypeVar("T")
 _ASKED: Final = os.environ.get("FSDP_TESTS", "default")
 if _ASKED not in ("default", "all"):
     raise ValueError(f"FSDP_TESTS is 'default' or 'all', not {_ASKED!r}")
@@ -11,6 +12,13 @@ if _ASKED not in ("default", "all"):
 EVERYTHING: Final = _ASKED == "all"
 """True if every pattern runs in every simulated world, all programs over gloo run with two and three processes, every tree
 is explored, and `examples/train.py` runs with all combinations of options that its test has."""
+
+
+def some(first: T, *others: T) -> list[T]:
+    """Cases of a test that repeat one statement: the first, or with `FSDP_TESTS=all` all of them."""
+    return [first, *others] if EVERYTHING else [first]
+
+
 _PARTS: Final = {"state_dict/test_dimensions", "api/test_dimensions", "building/test_experts", "rehearsal/test_parallel"}
 """Files of whose tests each runs with a third of its cases."""
 

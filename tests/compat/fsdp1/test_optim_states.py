@@ -20,6 +20,7 @@ from fsdp.comm.simulated import simulate
 from fsdp.compat.torch_fsdp import FullyShardedDataParallel as FSDP
 from fsdp.compat.torch_fsdp import ModuleWrapPolicy, OptimStateKeyType, StateDictType
 from tests.compat.fsdp1.test_torch_fsdp import Block, batch
+from tests.support.everything import some
 from tests.support.optimizers import assert_same
 from tests.support.ranks import on_ranks
 
@@ -102,7 +103,7 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("saving", "loading"), [(3, 2), (1, 3), (2, 1)])
+@pytest.mark.parametrize(("saving", "loading"), some((3, 2), (1, 3), (2, 1)))
 def test_a_run_goes_on_in_another_world_as_if_it_had_not_stopped(name: str, saving: int, loading: int) -> None:
     make = OPTIMIZERS[name]
 
