@@ -24,7 +24,8 @@ from tests.support.everything import EVERYTHING
 MESH = (2, SIZE // 2)
 """Groups of two would be reduced over gloo in another way than over a group that sends nothing."""
 ALL = ("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRADIENTS", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
-STRATEGIES = ALL if EVERYTHING else ("SHARD_OPTIMIZER", "FULL_SHARD")
+WAYS = [*product(ALL, (False, True))] if EVERYTHING else [("SHARD_OPTIMIZER", False), ("FULL_SHARD", True)]
+"""Strategies, and whether the activations are recomputed."""
 
 
 class Measured(NamedTuple):
@@ -101,7 +102,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=SIZE)
     trained = {
         (name, strategy, recompute): tuple(measure(MODELS[name], strategy, recompute))
-        for name, strategy, recompute in product(MODELS, STRATEGIES, (False, True))
+        for name, (strategy, recompute) in product(MODELS, WAYS)
     }
     torch.save((trained, {name: saved_by(case) for name, case in MODELS.items()}), folder / f"{rank}.pt")
     dist.destroy_process_group()

@@ -8,7 +8,7 @@ import pytest
 from fsdp.commands.rehearsal.rehearse import Rehearsal, rehearse
 from tests.commands.rehearsal.allocator_program import SIZE
 from tests.commands.rehearsal.attention_models import MODELS
-from tests.commands.rehearsal.attention_program import MESH, STRATEGIES, Measured, units_of
+from tests.commands.rehearsal.attention_program import MESH, WAYS, Measured, units_of
 from tests.commands.rehearsal.test_rehearse import job_of, options_of
 from tests.support.processes import results_of
 
@@ -29,8 +29,7 @@ def rehearsed(name: str, strategy: str, recompute: bool) -> Rehearsal:
     return rehearse(job_of(case, SIZE), options, partial(units_of, case=case) if recompute else None)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "recompute"), WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_peak_and_the_activations_are_those_of_the_allocator(
     name: str, strategy: str, recompute: bool, measured: Found
