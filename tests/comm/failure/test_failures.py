@@ -1,6 +1,7 @@
 """Steps that fail: what happens is what docs/reference/failures.md says."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from torch import nn
 
 import fsdp
-from tests.support.processes import results_of
+from tests.support.processes import results_of, start_rank
+from tools import failures
 from tools.failures import (
     ALONE,
     APART,
@@ -55,7 +57,7 @@ def test_the_page_has_every_row_twice_and_nothing_that_is_not_recovered_but_late
 
 
 @pytest.mark.gloo
-def test_what_happens_when_one_rank_fails_alone_is_on_the_page() -> None:
+def test_what_happens_when_one_rank_fails_alone_is_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells that are recovered, some unheard by any hook, one where all are told, and one under NO_SHARD, in two processes."""
     text = PAGE.read_text(encoding="utf-8").partition(BESIDE)[0].partition(ALONE)[2]
     cells = [
@@ -65,6 +67,7 @@ def test_what_happens_when_one_rank_fails_alone_is_on_the_page() -> None:
         ("between units", "SHARD_GRAD_OP", "no_sync"),
         ("a hook on a parameter", "NO_SHARD", "replay"),
     ]
+    monkeypatch.setattr(failures, "start_rank", partial(start_rank, "tests.support.stalls"))
     found = in_processes(cells, limit=60)
     for name, strategy, phase in cells:
         assert found[f"{name}/{strategy}/{phase}"] == rows_of(text)[name, strategy][phase]
