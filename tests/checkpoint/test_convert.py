@@ -1,6 +1,5 @@
 """`python -m fsdp inspect` and `convert`: checkpoints without a model and without other ranks."""
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from tests.checkpoint.test_load import loaded, save_trained
 from tests.support.faults import Evil
 from tests.support.models import CASES, make_net, wrap
 from tests.support.optimizers import assert_same
+from tests.support.processes import start_rank
 
 CASE = CASES["net"]
 
@@ -165,12 +165,6 @@ def test_a_file_of_torch_needs_numpy(
 
 
 def test_it_is_a_command(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdp", "inspect", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=Path(fsdp.__file__).parents[1],
-    )
-    assert done.returncode == 1
-    assert "has no .metadata: no finished checkpoint" in done.stderr
+    done = start_rank("fsdp", "inspect", tmp_path, output=(printed := tmp_path / "printed"))
+    assert done.wait(60) == 1
+    assert "has no .metadata: no finished checkpoint" in printed.read_text()
