@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import fsdp
 from fsdp.checkpoint.dcp import StoredCheckpoint
 from fsdp.checkpoint.manifest import NAME, read_manifest
 from tests.support.everything import some
-from tests.support.models import CASES, Block, Case, Net, loss_of, make_net, own_batches, train, weights_of, wrap
+from tests.support.models import CASES, Block, Case, Net, make_net, own_batches, train, wrap
 from tests.support.optimizers import OPTIMIZERS, ROWS, RowStatistics, assert_same, in_groups, trained, wrapped
 from tests.support.ranks import on_ranks
 
@@ -90,47 +89,6 @@ def test_property_any_cut_becomes_any_other(
     weights, state = fsdp.simulate(saving, partial(save_trained, case=first, path=path, **options(saving, strategies[0])))[0]
     found = fsdp.simulate(loading, partial(loaded, case=second, path=path, **options(loading, strategies[1])))[0]
     assert_same(found[:2], (weights, state))
-
-
-class Noisy(Net):
-    """Draws random numbers in its forward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(nn.functional.dropout(x, 0.3))
-
-
-@on_ranks(2)
-def test_resumption_is_exact_to_the_bit(rank: int, tmp_path: Path) -> None:
-    case = Case(Noisy, {Block})
-
-    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, first: int, last: int) -> None:
-        for step in range(first, last):
-            optimizer.zero_grad()
-            with fsdp.no_sync(model):
-                scaler.scale(loss_of(model(case.batch(rank, 2 * step)))).backward()
-            scaler.scale(loss_of(model(case.batch(rank, 2 * step + 1)))).backward()
-            scaler.step(optimizer)
-            scaler.update()
-
-    def make() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        model, optimizer = wrapped(case, in_groups)
-        return model, optimizer, fsdp.ShardedGradScaler(model, init_scale=4.0, growth_interval=2)
-
-    torch.manual_seed(rank)
-    model, optimizer, scaler = make()
-    steps(model, optimizer, scaler, 0, 3)
-    fsdp.save(tmp_path / "3", model, optimizer, extra={"random": torch.get_rng_state(), "scaler": scaler.state_dict()})
-    steps(model, optimizer, scaler, 3, 6)
-    wanted, state = weights_of(model), fsdp.full_optim_state_dict(model, optimizer)
-
-    torch.manual_seed(100 + rank)
-    model, optimizer, scaler = make()
-    extra = fsdp.load(tmp_path / "3", model, optimizer)
-    torch.set_rng_state(extra["random"])
-    scaler.load_state_dict(extra["scaler"])
-    steps(model, optimizer, scaler, 3, 6)
-    assert_same(weights_of(model), wanted)
-    assert_same(fsdp.full_optim_state_dict(model, optimizer), state)
 
 
 def test_on_another_number_of_ranks_training_goes_on_within_rounding(tmp_path: Path) -> None:
@@ -205,27 +163,6 @@ class TestPlainTorch:
         found = torch.load(tmp_path / "sharded.pt", weights_only=True)
         assert_same(found["model"], dict(plain.state_dict()))
         assert_same(found["optimizer"]["state"], get_optimizer_state_dict(plain, optimizer, options=FULL)["state"])
-
-
-class Counting(nn.Linear):
-    """Has state that is no tensor, nested."""
-
-    counts: dict[str, int]
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"counts": getattr(self, "counts", {"a": 0}), "mask": torch.ones(2)}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.counts = state["counts"]
-
-
-@on_ranks(2)
-def test_extra_state_of_modules_comes_back(rank: int, tmp_path: Path) -> None:
-    model, other = (fsdp.fully_shard(nn.Sequential(Counting(3, 3), nn.Linear(3, 3))) for _ in range(2))
-    model[0].counts = {"a": 5}
-    fsdp.save(tmp_path / "a", model)
-    fsdp.load(tmp_path / "a", other)
-    assert other[0].counts == {"a": 5}
 
 
 @pytest.mark.parametrize("make", [*OPTIMIZERS.values(), RowStatistics], ids=[*OPTIMIZERS, "number a row"])
@@ -417,29 +354,3 @@ def test_files_are_limited_and_all_of_them_are_read(in_background: bool, tmp_pat
     (tmp_path / "a" / sorted(tensors)[-1]).unlink()
     with pytest.warns(UserWarning, match="is missing"):
         assert fsdp.latest(tmp_path) is None
-
-
-WAYS = {"NO_SHARD": {}, "HYBRID_SHARD": {"mesh": (2, 2)}, "FULL_SHARD": {}}
-
-
-@pytest.mark.parametrize(
-    ("saving", "loading"), [("NO_SHARD", "FULL_SHARD"), ("HYBRID_SHARD", "NO_SHARD"), ("FULL_SHARD", "HYBRID_SHARD")]
-)
-def test_ranks_that_hold_the_same_shards_save_them_once_and_load_them_all(saving: str, loading: str, tmp_path: Path) -> None:
-    case = CASES["tied"]
-
-    def fn(rank: int) -> None:
-        wanted = save_trained(rank, case, tmp_path / "a", sharding_strategy=saving, **WAYS[saving])
-        other, again = wrapped(case, in_groups, sharding_strategy=loading, **WAYS[loading])
-        assert fsdp.load(tmp_path / "a", other, again) == {"rank": rank}
-        assert_same((fsdp.full_state_dict(other), fsdp.full_optim_state_dict(other, again)), wanted)
-        third, mine = wrapped(case, in_groups, sharding_strategy=loading, **WAYS[loading])
-        fsdp.load_full_state_dict(third, wanted[0] if rank == 0 else None)
-        fsdp.load_full_optim_state_dict(third, mine, wanted[1] if rank == 0 else None)
-        assert_same((weights_of(third), fsdp.full_optim_state_dict(third, mine)), (weights_of(other), wanted[1]))
-
-    fsdp.simulate(4, fn)
-    for key, stored in StoredCheckpoint(tmp_path / "a").metadata.state_dict_metadata.items():
-        if isinstance(stored, TensorStorageMetadata):
-            written = sum(torch.Size(chunk.sizes).numel() for chunk in stored.chunks)
-            assert written == torch.Size(stored.size).numel(), f"{key} is there more than once"

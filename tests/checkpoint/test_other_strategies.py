@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import fsdp
+from fsdp.checkpoint.dcp import StoredCheckpoint
 from tests.support import optimizers
 from tests.support.models import CASES, own_batches, train, wrap
 from tests.support.ranks import on_ranks
 
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "FULL_SHARD": (2, {}),
-    "NO_SHARD": (3, {"sharding_strategy": "NO_SHARD"}),
+    "NO_SHARD": (2, {"sharding_strategy": "NO_SHARD"}),
     "HYBRID_SHARD": (4, {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}),
 }
 
@@ -43,6 +45,10 @@ def test_what_one_strategy_saves_any_other_loads(saves: str, loads: str, tmp_pat
         return everything(model, optimizer)
 
     wanted = fsdp.simulate(size, save)[0]
+    for key, stored in StoredCheckpoint(path).metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
+            written = sum(torch.Size(chunk.sizes).numel() for chunk in stored.chunks)
+            assert written == torch.Size(stored.size).numel(), f"{key} is there more than once"
     other, others_options = STRATEGIES[loads]
 
     def load(rank: int) -> tuple[int, dict[str, Tensor]]:

@@ -20,10 +20,17 @@ from torch import Tensor, nn
 import fsdp
 from fsdp.checkpoint import background, dcp, save
 from fsdp.checkpoint.convert import convert
-from tests.checkpoint.test_load import Noisy
-from tests.support.models import CASES, Block, Case, own_batches, train, weights_of, wrap
+from tests.support.models import CASES, Block, Case, Net, loss_of, own_batches, train, weights_of, wrap
 from tests.support.optimizers import assert_same, in_groups, trained, wrapped
 from tests.support.ranks import on_ranks
+
+
+class Noisy(Net):
+    """Draws random numbers in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.3))
+
 
 NOISY = Case(Noisy, {Block})
 
@@ -238,24 +245,32 @@ def draws() -> list[Any]:
 
 
 @on_ranks(2)
-def test_resumption_draws_the_same_random_numbers(rank: int, tmp_path: Path) -> None:
-    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[Any]:
-        train(model, [[NOISY.batch(rank, step)] for step in range(first, last)], lambda _: optimizer)
+def test_resumption_is_exact_to_the_bit_and_draws_the_same_random_numbers(rank: int, tmp_path: Path) -> None:
+    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        for draw_from in (random.seed, numpy.random.seed, torch.manual_seed):
+            draw_from(seed)
+        model, optimizer = wrapped(NOISY, in_groups)
+        return model, optimizer, fsdp.ShardedGradScaler(model, init_scale=4.0, growth_interval=2)
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, first: int, last: int) -> list[Any]:
+        for step in range(first, last):
+            optimizer.zero_grad()
+            with fsdp.no_sync(model):
+                scaler.scale(loss_of(model(NOISY.batch(rank, 2 * step)))).backward()
+            scaler.scale(loss_of(model(NOISY.batch(rank, 2 * step + 1)))).backward()
+            scaler.step(optimizer)
+            scaler.update()
         return [weights_of(model), fsdp.full_optim_state_dict(model, optimizer), *draws()]
 
-    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
-        seed(rank)
+    model, optimizer, scaler = make(rank)
     numpy.random.standard_normal()  # it draws two and keeps one
-    model, optimizer = wrapped(NOISY, in_groups)
-    steps(model, optimizer, 0, 2)
-    fsdp.save(tmp_path / "2", model, optimizer)
-    wanted = steps(model, optimizer, 2, 4)
+    steps(model, optimizer, scaler, 0, 3)
+    fsdp.save(tmp_path / "3", model, optimizer, extra={"scaler": scaler.state_dict()})
+    wanted = steps(model, optimizer, scaler, 3, 6)
 
-    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
-        seed(100 + rank)
-    model, optimizer = wrapped(NOISY, in_groups)
-    assert fsdp.load(tmp_path / "2", model, optimizer) == {}
-    assert_same(steps(model, optimizer, 2, 4), wanted)
+    model, optimizer, scaler = make(100 + rank)
+    scaler.load_state_dict(fsdp.load(tmp_path / "3", model, optimizer)["scaler"])
+    assert_same(steps(model, optimizer, scaler, 3, 6), wanted)
 
 
 @pytest.mark.parametrize(("saved", "loaded", "size"), [(False, True, 2), (True, False, 2), (True, True, 3)])
@@ -298,6 +313,9 @@ VALUES = {
     "keys that are numbers": ({10: 0.5, (1, 2): torch.ones(2)}, None),
     "empty dicts": ({"scales": {}, "n": [{}, 1, ({}, {3: 1})]}, None),
     "an empty dict": ({}, None),
+    "an empty list": ([], None),
+    "nothing": (None, None),
+    "zero": (0, None),
     "mappings of other classes": (
         {"seen": defaultdict(int), "some": OrderedDict(a=OrderedDict()), "counts": Counter([1, 1])},
         {"seen": {}, "some": {"a": {}}, "counts": {1: 2}},
@@ -314,13 +332,13 @@ VALUES = {
 
 @pytest.mark.parametrize(("value", "wanted"), VALUES.values(), ids=VALUES)
 def test_values_come_back_as_they_were_saved(value: Any, wanted: Any, tmp_path: Path) -> None:
-    wanted = wanted or value
+    wanted = value if wanted is None else wanted
 
     def fn(rank: int) -> None:
         model, optimizer = noted(value)
         optimizer.state[model.weight]["count"] = numpy.float64(3)
         fsdp.save(tmp_path / "a", model, optimizer, extra={"value": value})
-        other, again = noted({})
+        other, again = noted("another")
         assert_same(dict(fsdp.load(tmp_path / "a", other, again)), {"value": wanted})
         assert_same((other.note, again.param_groups[0]["milestones"]), (wanted, wanted))
         count = again.state[other.weight]["count"]
@@ -331,7 +349,7 @@ def test_values_come_back_as_they_were_saved(value: Any, wanted: Any, tmp_path: 
     convert(tmp_path / "b.pt", tmp_path / "c", "dcp", 10**9)
 
     def load(rank: int) -> tuple[Any, Any]:
-        model, optimizer = noted({})
+        model, optimizer = noted("another")
         fsdp.load(tmp_path / "c", model, optimizer)
         return model.note, optimizer.param_groups[0]["milestones"]
 

@@ -116,24 +116,6 @@ def test_extra_state_that_is_missing_is_named_before_anything_is_loaded(rank: in
     assert fsdp.load(tmp_path / "a", model, strict=False).missing_keys == ["_extra_state"]
 
 
-@pytest.mark.parametrize("extra", [{}, None, [], 0, {"a": torch.ones(2)}])
-@on_ranks(2)
-def test_extra_state_without_a_value_comes_back(rank: int, extra: Any, tmp_path: Path) -> None:
-    class Keeping(nn.Linear):
-        found: Any = "nothing"
-
-        def get_extra_state(self) -> Any:
-            return extra
-
-        def set_extra_state(self, state: Any) -> None:
-            self.found = state
-
-    model = fsdp.fully_shard(Keeping(3, 3))
-    fsdp.save(tmp_path / "a", model)
-    fsdp.load(tmp_path / "a", model)
-    assert str(model.found) == str(extra)
-
-
 @on_ranks(2)
 def test_a_value_that_does_not_fit_is_refused_and_nothing_is_loaded(rank: int, files: Path) -> None:
     wide = Longer()
