@@ -1,6 +1,7 @@
 """`fsdp.measure_links` gives what `fsdp.plan` takes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,12 +10,21 @@ import torch.distributed as dist
 import fsdp
 from fsdp.commands.planning import measure
 from fsdp.commands.rehearsal.hardware import Link
+from tests.commands.rehearsal.models import MODELS
 from tests.support.processes import results_of
+
+
+def measured(rank: int, size: int, folder: Path) -> Any:
+    """The links of two processes over gloo, and a plan with them."""
+    found = fsdp.measure_links()
+    case = MODELS["GPT"]
+    plan = fsdp.plan(case.build, 4, inputs=case.inputs, checkpointing=[False], strategies=["FULL_SHARD"], **found)
+    return found, str(plan)
 
 
 @pytest.mark.gloo
 def test_what_two_ranks_measure_is_what_a_plan_takes(tmp_path: Path) -> None:
-    (one, plan), (other, _) = results_of("tests.commands.planning.measure_program", 2, tmp_path)
+    (one, plan), (other, _) = results_of(measured, 2, tmp_path)
     assert one["network"] == other["network"], "the ranks agree on the links"
     assert 1e6 < one["network"].bandwidth < 1e12 and 1e-7 < one["network"].latency < 1.0
     assert 1e6 < one["device"].flops < 1e14 and 1e6 < one["device"].bandwidth < 1e13
