@@ -3,7 +3,10 @@
 import argparse
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +17,18 @@ from fsdp.commands.selftest import command
 from fsdp.commands.selftest.checks import CHECKS
 from fsdp.commands.selftest.training import Place, require_close, require_equal
 from fsdp.debug.delays import DELAYS
-from tests.support.processes import environment
+from tests.support.processes import Rank, start_rank
 
 OF_A_DEVICE = ("host waits in a step", "a step that runs out of memory")
 
 
 @pytest.mark.gloo
 def test_every_check_passes_over_gloo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
+    def fork(given: list[str], stdout: Any, stderr: int) -> Rank:
+        assert given[:2] == [sys.executable, "-m"]
+        return start_rank(*given[2:], output=Path(stdout.name))
+
+    monkeypatch.setattr(subprocess, "Popen", fork)
     status, printed = main(["selftest", "--cpu"]), capsys.readouterr().out
     assert status == 0, printed
     lines = printed.splitlines()
