@@ -3,6 +3,7 @@
 import gc
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -13,11 +14,12 @@ import fsdp
 from fsdp.commands.rehearsal.rehearse import Dimensions, rehearse
 from tests.commands.rehearsal.allocator_program import allocated
 from tests.commands.rehearsal.parallel_models import PARALLEL, Training, job_of, options_of
+from tests.support.everything import EVERYTHING
 
 SIZE, ROWS = 16, 32
-STRATEGIES = ("SHARD_GRAD_OP", "FULL_SHARD")
-TP = (2, 4)
-NAMES = ("perceptrons", "sequences")
+ALL = product(("perceptrons", "sequences"), ("SHARD_GRAD_OP", "FULL_SHARD"), (2, 4))
+CASES = [*ALL] if EVERYTHING else [("perceptrons", "FULL_SHARD", 2), ("sequences", "SHARD_GRAD_OP", 4)]
+"""Models, strategies and sizes of tensor parallelism."""
 
 
 def peak_of(name: str, strategy: str, tp: int) -> tuple[int, int]:
@@ -44,7 +46,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     # a plan is made beside the groups of a process, which the trainings use afterwards
     case, dimensions = PARALLEL["perceptrons"], Dimensions(tp=2)
     rehearsed = rehearse(job_of(case, 4), options_of(case, "FULL_SHARD", 4, dimensions), dimensions=dimensions)
-    found = {(name, strategy, tp): peak_of(name, strategy, tp) for name in NAMES for strategy in STRATEGIES for tp in TP}
+    found = {case: peak_of(*case) for case in CASES}
     torch.save((found, rehearsed), folder / f"{rank}.pt")
     dist.destroy_process_group()
 

@@ -11,8 +11,7 @@ import fsdp
 from fsdp.comm.simulated import current_rank
 from fsdp.commands.rehearsal.rehearse import WARM_UP, Dimensions, Rehearsal, rehearse
 from tests.commands.rehearsal.models import WIDTH
-from tests.commands.rehearsal.parallel_allocator_program import ROWS, SIZE, TP
-from tests.commands.rehearsal.parallel_allocator_program import STRATEGIES as PEAKS_OF
+from tests.commands.rehearsal.parallel_allocator_program import CASES, ROWS, SIZE
 from tests.commands.rehearsal.parallel_models import PARALLEL, Parallel, Training, job_of, options_of
 from tests.support.everything import EVERYTHING
 from tests.support.processes import results_of
@@ -124,9 +123,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> tuple[Peaks, Rehearsa
     return found
 
 
-@pytest.mark.parametrize("tp", TP)
-@pytest.mark.parametrize("strategy", PEAKS_OF)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "strategy", "tp"), CASES)
 def test_the_peak_is_that_of_the_allocator(name: str, strategy: str, tp: int, trainings: tuple[Peaks, Rehearsal]) -> None:
     found = rehearse(
         job_of(PARALLEL[name], SIZE, rows=ROWS), options_of(PARALLEL[name], strategy, SIZE, tp), dimensions=Dimensions(tp=tp)
