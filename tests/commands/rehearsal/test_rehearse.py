@@ -1,5 +1,6 @@
 """What a rehearsal says is what the engine then does: bytes, collectives, and the peak with activations."""
 
+from contextlib import nullcontext
 from typing import Any, Final
 
 import pytest
@@ -63,10 +64,7 @@ def trained(case: Case, size: int, options: dict[str, Any], micro_batches: int =
         for _ in range(WARM_UP + 1):
             here.log.clear()
             for number in range(micro_batches):
-                if number < micro_batches - 1:
-                    with fsdp.no_sync(model):
-                        model(case.inputs()).float().square().mean().backward()
-                else:
+                with fsdp.no_sync(model) if number < micro_batches - 1 else nullcontext():
                     model(case.inputs()).float().square().mean().backward()
             optimizer.step()
             model.zero_grad()
@@ -76,29 +74,25 @@ def trained(case: Case, size: int, options: dict[str, Any], micro_batches: int =
     return fsdp.simulate(size, train)[0]
 
 
+def check(case: Case, size: int, options: dict[str, Any], micro_batches: int = 1) -> None:
+    """A rehearsal says what a run does."""
+    found = rehearse(job_of(case, size, micro_batches), options)
+    peak, log = trained(case, size, options, micro_batches)
+    assert found.engine_peak == peak
+    assert [(one.kind, one.label, one.received) for one in found.collectives] == log
+
+
 @pytest.mark.parametrize("size", [2, 8] if EVERYTHING else [4])
 @pytest.mark.parametrize(("name", "strategy"), PAIRS)
 def test_bytes_and_collectives_are_those_of_the_engine(name: str, strategy: str, size: int) -> None:
-    options = options_of(MODELS[name], strategy, size)
-    found = rehearse(job_of(MODELS[name], size), options)
-    peak, log = trained(MODELS[name], size, options)
-    assert found.engine_peak == peak
-    assert [(one.kind, one.label, one.received) for one in found.collectives] == log
+    check(MODELS[name], size, options_of(MODELS[name], strategy, size))
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_with_any_option_too(name: str) -> None:
-    options = options_of(MODELS["GPT"], "FULL_SHARD", 3, **OPTIONS[name])
-    found = rehearse(job_of(MODELS["GPT"], 3), options)
-    peak, log = trained(MODELS["GPT"], 3, options)
-    assert found.engine_peak == peak
-    assert [(one.kind, one.label, one.received) for one in found.collectives] == log
+    check(MODELS["GPT"], 3, options_of(MODELS["GPT"], "FULL_SHARD", 3, **OPTIONS[name]))
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "SHARD_GRADIENTS"])
 def test_with_accumulation_too(strategy: str) -> None:
-    options = options_of(MODELS["GPT"], strategy, 2)
-    found = rehearse(job_of(MODELS["GPT"], 2, micro_batches=3), options)
-    peak, log = trained(MODELS["GPT"], 2, options, micro_batches=3)
-    assert found.engine_peak == peak
-    assert [(one.kind, one.label, one.received) for one in found.collectives] == log
+    check(MODELS["GPT"], 2, options_of(MODELS["GPT"], strategy, 2), micro_batches=3)
