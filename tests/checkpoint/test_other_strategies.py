@@ -23,7 +23,12 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def trained(rank: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    return optimizers.trained(CASES["net"], rank, partial(torch.optim.AdamW, lr=0.01), 3, in_place=True, **options)
+    return optimizers.trained(CASES["net"], rank, partial(torch.optim.AdamW, lr=0.01), 1, in_place=True, **options)
+
+
+def train_on(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Change everything that was saved."""
+    train(model, own_batches(CASES["net"], rank, 1), lambda _: optimizer)
 
 
 def everything(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -53,7 +58,7 @@ def test_what_one_strategy_saves_any_other_loads(saves: str, loads: str, tmp_pat
 
     def load(rank: int) -> tuple[int, dict[str, Tensor]]:
         model, optimizer = trained(rank, **others_options)
-        train(model, own_batches(CASES["net"], rank), lambda _: optimizer)
+        train_on(rank, model, optimizer)
         extra = fsdp.load(path, model, optimizer)
         return extra["rank"], everything(model, optimizer)
 
@@ -70,7 +75,7 @@ def test_rank_0_alone_gets_and_gives_the_full_state(rank: int, size: int, option
     wanted = everything(model, optimizer)
     state, optim = fsdp.full_state_dict(model), fsdp.full_optim_state_dict(model, optimizer)
     assert bool(state) == bool(optim) == (rank == 0)
-    train(model, own_batches(CASES["net"], rank), lambda _: optimizer)
+    train_on(rank, model, optimizer)
     fsdp.load_full_state_dict(model, state or None)
     fsdp.load_full_optim_state_dict(model, optimizer, optim or None)
     found = everything(model, optimizer)
