@@ -574,18 +574,17 @@ class TestFailure:
             simulate(3, fn)
         assert len(heard) == 3 and set(heard) == {"The simulated world was interrupted from outside."}
 
-    @pytest.mark.parametrize("size", [0, -1, 1.0, "2"])
-    def test_a_world_needs_ranks(self, size: int) -> None:
-        with pytest.raises(ShardingError, match="give the number of ranks"):
-            simulate(size, lambda rank: None)
-
-    def test_a_world_needs_a_seed(self) -> None:
-        with pytest.raises(ShardingError, match="seed is None; give a number, by which the run can be repeated"):
-            simulate(1, lambda rank: None, seed=None)  # type: ignore[arg-type]
-
-    def test_a_world_needs_a_function(self) -> None:
-        with pytest.raises(ShardingError, match="give a function of the rank"):
-            simulate(2, 3)  # type: ignore[arg-type]
+    @pytest.mark.parametrize(
+        ("given", "text"),
+        [
+            *(((size, lambda rank: None), "give the number of ranks") for size in (0, -1, 1.0, "2")),
+            ((1, lambda rank: None, None), "seed is None; give a number, by which the run can be repeated"),
+            ((2, 3), "give a function of the rank"),
+        ],
+    )
+    def test_a_world_needs_ranks_a_function_and_a_seed(self, given: tuple[Any, ...], text: str) -> None:
+        with pytest.raises(ShardingError, match=text):
+            simulate(*given)
 
     def test_worlds_do_not_nest(self) -> None:
         with pytest.raises(ShardingError, match="worlds neither nest"):
