@@ -282,50 +282,43 @@ def test_frameworks_that_ask_for_torchs_class_find_it(rank: int) -> None:
         Join([model])
 
 
+def torchs(make: Callable[[], nn.Module] = Net, **options: Any) -> Callable[[], Any]:
+    return lambda: ddp.DistributedDataParallel(make(), **options)
+
+
+def apexs(**options: Any) -> Callable[[], Any]:
+    return lambda: apex.DistributedDataParallel(Net(), **options)
+
+
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "device on the host": (
-        lambda: ddp.DistributedDataParallel(Net(), device_ids=[0]),
-        "and None on the host; the parameters are on cpu",
-    ),
-    "output device": (lambda: ddp.DistributedDataParallel(Net(), output_device=0), "one device is allowed"),
-    "dim": (lambda: ddp.DistributedDataParallel(Net(), dim=1), "inputs are not scattered"),
-    "delayed": (lambda: ddp.DistributedDataParallel(Net(), delay_all_reduce_named_params=[]), "at_end=True"),
-    "mixed_precision": (lambda: ddp.DistributedDataParallel(Net(), mixed_precision=object()), "give mp_policy"),
-    "caps": (lambda: ddp.DistributedDataParallel(Net(), bucket_cap_mb_list=[1]), "parameters that end a bucket"),
-    "Apex's": (lambda: ddp.DistributedDataParallel(Net(), delay_allreduce=True), "those of fsdp.compat.apex"),
-    "unknown": (lambda: ddp.DistributedDataParallel(Net(), bucket_cap=3), "did you mean bucket_cap_mb?"),
+    "device on the host": (torchs(device_ids=[0]), "and None on the host; the parameters are on cpu"),
+    "output device": (torchs(output_device=0), "one device is allowed"),
+    "dim": (torchs(dim=1), "inputs are not scattered"),
+    "delayed": (torchs(delay_all_reduce_named_params=[]), "at_end=True"),
+    "mixed_precision": (torchs(mixed_precision=object()), "give mp_policy"),
+    "caps": (torchs(bucket_cap_mb_list=[1]), "parameters that end a bucket"),
+    "Apex's": (torchs(delay_allreduce=True), "those of fsdp.compat.apex"),
+    "unknown": (torchs(bucket_cap=3), "did you mean bucket_cap_mb?"),
     "nothing to train": (
-        lambda: ddp.DistributedDataParallel(Net().requires_grad_(False)),
+        torchs(lambda: Net().requires_grad_(False)),
         "no parameter that requires a gradient",
     ),
     "ignored nothing": (
-        lambda: ddp.DistributedDataParallel(ignoring("extra.none")),
+        torchs(lambda: ignoring("extra.none")),
         "'extra.none' is ignored, and is no parameter",
     ),
-    "ignored buffer": (lambda: ddp.DistributedDataParallel(ignoring("norm.running_mean")), "give broadcast_buffers=False"),
-    "no hook": (
-        lambda: ddp.DistributedDataParallel(Net())._register_builtin_comm_hook(0),
-        "register default_hooks.allreduce_hook",
-    ),
-    "buffer hook": (lambda: ddp.DistributedDataParallel(Net())._register_buffer_comm_hook(0, 0), "leave out the buffer hook"),
-    "fused": (lambda: ddp.DistributedDataParallel(Net())._register_fused_optim(SGD), "step the optimizer after it"),
-    "static": (lambda: ddp.DistributedDataParallel(Net())._set_static_graph(), "give static_graph=True to the constructor"),
-    "shared": (lambda: apex.DistributedDataParallel(Net(), shared_param=True), "shared parameters need no option"),
-    "retained": (lambda: apex.DistributedDataParallel(Net(), retain_allreduce_buffers=True), "always views of what was reduced"),
-    "communicators": (lambda: apex.DistributedDataParallel(Net(), allreduce_communicators=[]), "made from process_group"),
-    "prof": (lambda: apex.DistributedDataParallel(Net(), prof=True), "put torch.profiler around the step"),
-    "trigger": (
-        lambda: apex.DistributedDataParallel(Net(), allreduce_trigger_params=[nn.Parameter(torch.ones(2))]),
-        "is not one of Net",
-    ),
-    "late triggers": (
-        lambda: apex.DistributedDataParallel(Net(), delay_allreduce=True, allreduce_trigger_params=[]),
-        "allreduce_trigger_params mean nothing",
-    ),
-    "divided sum": (
-        lambda: apex.DistributedDataParallel(Net(), gradient_average=False, gradient_predivide_factor=2.0),
-        "gradient_average=False sums",
-    ),
+    "ignored buffer": (torchs(lambda: ignoring("norm.running_mean")), "give broadcast_buffers=False"),
+    "no hook": (lambda: torchs()()._register_builtin_comm_hook(0), "register default_hooks.allreduce_hook"),
+    "buffer hook": (lambda: torchs()()._register_buffer_comm_hook(0, 0), "leave out the buffer hook"),
+    "fused": (lambda: torchs()()._register_fused_optim(SGD), "step the optimizer after it"),
+    "static": (lambda: torchs()()._set_static_graph(), "give static_graph=True to the constructor"),
+    "shared": (apexs(shared_param=True), "shared parameters need no option"),
+    "retained": (apexs(retain_allreduce_buffers=True), "always views of what was reduced"),
+    "communicators": (apexs(allreduce_communicators=[]), "made from process_group"),
+    "prof": (apexs(prof=True), "put torch.profiler around the step"),
+    "trigger": (apexs(allreduce_trigger_params=[nn.Parameter(torch.ones(2))]), "is not one of Net"),
+    "late triggers": (apexs(delay_allreduce=True, allreduce_trigger_params=[]), "allreduce_trigger_params mean nothing"),
+    "divided sum": (apexs(gradient_average=False, gradient_predivide_factor=2.0), "gradient_average=False sums"),
 }
 
 
