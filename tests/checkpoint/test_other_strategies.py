@@ -14,6 +14,7 @@ from fsdp.checkpoint.dcp import StoredCheckpoint
 from tests.support import optimizers
 from tests.support.models import CASES, own_batches, train, wrap
 from tests.support.ranks import on_ranks
+from tests.support.states import everything
 
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "FULL_SHARD": (2, {}),
@@ -29,13 +30,6 @@ def trained(rank: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer
 def train_on(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Change everything that was saved."""
     train(model, own_batches(CASES["net"], rank, 1), lambda _: optimizer)
-
-
-def everything(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Parameters and the optimizer's state, by name, on every rank."""
-    state = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
-    kept = {f"{name}.{key}": value for name, one in state.items() for key, value in one.items()}
-    return {**fsdp.full_state_dict(model, rank0_only=False), **kept}
 
 
 @pytest.mark.parametrize("saves", STRATEGIES)
@@ -64,8 +58,7 @@ def test_what_one_strategy_saves_any_other_loads(saves: str, loads: str, tmp_pat
 
     for rank, (given, found) in enumerate(fsdp.simulate(other, load)):
         assert given == (rank if other == size else 0)
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        optimizers.assert_same(found, wanted)
 
 
 @pytest.mark.parametrize(("size", "options"), STRATEGIES.values(), ids=STRATEGIES)
@@ -78,8 +71,7 @@ def test_rank_0_alone_gets_and_gives_the_full_state(rank: int, size: int, option
     train_on(rank, model, optimizer)
     fsdp.load_full_state_dict(model, state or None)
     fsdp.load_full_optim_state_dict(model, optimizer, optim or None)
-    found = everything(model, optimizer)
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    optimizers.assert_same(everything(model, optimizer), wanted)
 
 
 REPLICATED = ["NO_SHARD", "HYBRID_SHARD"]

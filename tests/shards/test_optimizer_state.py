@@ -29,8 +29,9 @@ from fsdp.shards.sharded_value import ShardedValue
 from fsdp.state_dict.model_view import ModelView
 from tests.support.everything import EVERYTHING, some
 from tests.support.models import CASES, Case, own_batches, train, wrap
+from tests.support.optimizers import trained
 from tests.support.ranks import on_ranks
-from tests.support.states import assert_same_state
+from tests.support.states import assert_same_state, everything
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
@@ -53,22 +54,6 @@ class Scale(nn.Module):
 
 
 SCALE = Case(Scale, None)
-
-
-def trained(case: Case, rank: int, make: Callable[[Any], torch.optim.Optimizer], steps: int = 2) -> tuple[nn.Module, Any]:
-    model = wrap(case)
-    optimizer = make(model.parameters())
-    train(model, own_batches(case, rank, steps), lambda _: optimizer)
-    return model, optimizer
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The full weights and state on every rank, by name."""
-    state = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
-    return {
-        **fsdp.full_state_dict(model, rank0_only=False),
-        **{f"{name}: {key}": torch.as_tensor(value) for name, kept in state.items() for key, value in kept.items()},
-    }
 
 
 def write(folder: Path, model: nn.Module, state: dict[str, Any]) -> None:

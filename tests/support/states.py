@@ -63,6 +63,13 @@ def assert_like_plain(model: nn.Module, plain: nn.Module) -> None:
     assert_near(fsdp.full_state_dict(model, rank0_only=False), plain.state_dict())
 
 
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The full weights, and the state of the optimizer, by name, on every rank."""
+    state = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+    kept = {f"{name}: {key}": torch.as_tensor(value) for name, one in state.items() for key, value in one.items()}
+    return {**fsdp.full_state_dict(model, rank0_only=False), **kept}
+
+
 def shifted(case: Case) -> dict[str, Tensor]:
     """A state dict of the plain module that differs from a fresh one everywhere."""
     return {name: tensor + 1 for name, tensor in case.model().state_dict().items()}

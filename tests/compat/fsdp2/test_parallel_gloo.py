@@ -24,20 +24,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 import fsdp
 from fsdp.compat import fully_shard as ours
 from tests.building import test_experts
+from tests.support.models import Block
 from tests.support.processes import results_of
 
 FULL = StateDictOptions(full_state_dict=True)
 PLAN = {name: style() for block in "01" for name, style in ((f"{block}.up", ColwiseParallel), (f"{block}.down", RowwiseParallel))}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
-        self.norm = nn.LayerNorm(6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x + self.down(torch.relu(self.up(x))))
 
 
 def other_dim(parameter: nn.Parameter) -> Shard:
@@ -63,7 +54,7 @@ def norms_of(model: nn.Module, api: Any) -> dict[float, torch.Tensor]:
 def script(api: Any, rank: int, path: Path, placement_fn: Any = None) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    model: Any = nn.Sequential(Block(), Block())
+    model: Any = nn.Sequential(Block(6), Block(6))
     parallelize_module(model, mesh["tp"], PLAN)
     for block in model:
         api.fully_shard(block, mesh=mesh["dp"], shard_placement_fn=placement_fn)
@@ -135,7 +126,7 @@ def experts(api: Any) -> dict[str, Any] | None:
 def refusals(path: Path) -> list[str]:
     """What a function of this engine that knows rows alone says, and wrapping without a mesh that fits."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model: Any = parallelize_module(nn.Sequential(Block(), Block()), mesh["tp"], PLAN)
+    model: Any = parallelize_module(nn.Sequential(Block(6), Block(6)), mesh["tp"], PLAN)
     alone = init_device_mesh("cpu", (4,))
     own_class = nn.Linear(4, 4)
     weight = TwoTensor(torch.eye(4)[:2], torch.eye(4)[:2])
