@@ -17,10 +17,8 @@ import fsdp
 from fsdp.debug.error_notes import MARK
 from fsdp.device import storage
 from fsdp.runtime.registry import engines_in, unit_ref_of
-from tests.support.models import Block, Net, is_at_rest, loss_of, make_net
+from tests.support.models import Block, Net, X, is_at_rest, loss_of, make_net
 from tests.support.ranks import on_ranks
-
-X: Final = torch.linspace(-1, 1, 12).view(2, 6)
 
 
 class Mine(Exception):

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from tests.support.models import Block, loss_of, make_net
+from tests.support.models import Block, X, loss_of, make_net
 from tests.support.ranks import on_ranks
 
-X = torch.linspace(-1, 1, 12).view(2, 6)
 READERS: dict[str, Callable[[nn.Parameter], Any]] = {
     "print": repr,
     "format": lambda kept: f"{kept}",

@@ -9,10 +9,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp
-from tests.support.models import Block, loss_of, make_net, world_log
+from tests.support.models import Block, X, loss_of, make_net, world_log
 from tests.support.ranks import on_ranks
-
-X = torch.linspace(-1, 1, 12).view(2, 6)
 
 
 def step(model: nn.Module) -> None:

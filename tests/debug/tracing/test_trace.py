@@ -12,10 +12,9 @@ from torch import nn
 import fsdp
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_in
-from tests.support.models import Block, Operations, loss_of, make_net, world_log
+from tests.support.models import Block, Operations, X, loss_of, make_net, world_log
 from tests.support.ranks import on_ranks
 
-X = torch.linspace(-1, 1, 12).view(2, 6)
 OPTIONS: dict[str, dict[str, Any]] = {
     "full shard": {},
     "gathered once": {"sharding_strategy": "SHARD_GRAD_OP"},
