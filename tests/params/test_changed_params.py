@@ -104,15 +104,12 @@ def test_a_shard_that_another_model_has_let_go_of_is_no_change_of_dtensors() -> 
     assert fsdp.simulate(2, on_rank) == [True, True]
 
 
-def test_data_that_was_kept_from_inside_a_forward_is_not_put_back() -> None:
+@on_ranks(2)
+def test_data_that_was_kept_from_inside_a_forward_is_not_put_back(rank: int) -> None:
     """Its memory is released, and reading it would end the process."""
-
-    def on_rank(rank: int) -> None:
-        model, kept = fsdp.fully_shard(nn.Linear(4, 4)), list[Tensor]()
-        model.register_forward_pre_hook(lambda module, args: kept.append(module.weight.data))
-        model(torch.ones(2, 4)).sum().backward()
-        with pytest.raises(fsdp.ShardingError, match=r"p\.data = x of 'weight'.*: x has no memory\. It was kept from inside"):
-            model.weight.data = kept[0]
-        model(torch.ones(2, 4)).sum().backward()
-
-    fsdp.simulate(2, on_rank)
+    model, kept = fsdp.fully_shard(nn.Linear(4, 4)), list[Tensor]()
+    model.register_forward_pre_hook(lambda module, args: kept.append(module.weight.data))
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(fsdp.ShardingError, match=r"p\.data = x of 'weight'.*: x has no memory\. It was kept from inside"):
+        model.weight.data = kept[0]
+    model(torch.ones(2, 4)).sum().backward()

@@ -15,6 +15,7 @@ import fsdp
 from fsdp.compat.fully_shard import fully_shard
 from tests.shards.test_operator_fuzz import WITH, functions, outcome
 from tests.support.everything import EVERYTHING
+from tests.support.ranks import on_ranks
 
 CRASHES = {"Tensor.apply_", "Tensor.map_", "Tensor.map2_", "Tensor.share_memory_", "torch.from_dlpack"}
 """End the process for torch's own DTensors."""
@@ -95,14 +96,12 @@ def test_every_function_gives_what_it_gives_for_torchs_dtensors(style: str, repl
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_parameters_can_be_pickled(again: bool) -> None:
-    def fn(rank: int) -> None:
-        model: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
-        fully_shard(model)
-        if again:
-            model.to(torch.float64)
-        for parameter in model.parameters():
-            torch.save(parameter, io.BytesIO())
-            assert isinstance(parameter, nn.Parameter) and parameter.requires_grad and parameter.is_leaf
-
-    fsdp.simulate(2, fn)
+@on_ranks(2)
+def test_parameters_can_be_pickled(rank: int, again: bool) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    fully_shard(model)
+    if again:
+        model.to(torch.float64)
+    for parameter in model.parameters():
+        torch.save(parameter, io.BytesIO())
+        assert isinstance(parameter, nn.Parameter) and parameter.requires_grad and parameter.is_leaf

@@ -15,6 +15,7 @@ from fsdp.shards.operators import Rule, rule_of
 from fsdp.shards.shard_tensor import ShardTensor
 from tests.support.everything import EVERYTHING
 from tests.support.models import local
+from tests.support.ranks import on_ranks
 
 MORE_CASES: Final = {"rows on two ranks": ((6, 4), 2), "a vector": ((7,), 2)}
 """Cut as others are. `make test-all` tests them."""
@@ -166,13 +167,11 @@ def test_every_rank_gets_an_error_where_the_size_of_its_part_decides(shape: tupl
 
 
 @pytest.mark.parametrize("name", ["quantile", "nanquantile", "diff"])
-def test_a_method_that_looks_at_the_size_of_the_part_is_refused_by_name(name: str) -> None:
-    def one_rank(rank: int) -> None:
-        shard = next(fsdp.fully_shard(nn.Linear(4, 1, bias=False)).parameters())
-        with pytest.raises(fsdp.ShardingError, match=f"{name} on 'weight', of which this rank holds"):
-            getattr(shard, name)(0.5)
-
-    fsdp.simulate(2, one_rank)
+@on_ranks(2)
+def test_a_method_that_looks_at_the_size_of_the_part_is_refused_by_name(rank: int, name: str) -> None:
+    shard = next(fsdp.fully_shard(nn.Linear(4, 1, bias=False)).parameters())
+    with pytest.raises(fsdp.ShardingError, match=f"{name} on 'weight', of which this rank holds"):
+        getattr(shard, name)(0.5)
 
 
 @pytest.mark.parametrize(

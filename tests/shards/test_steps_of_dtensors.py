@@ -14,6 +14,7 @@ import fsdp
 from fsdp.compat.fully_shard import fully_shard
 from fsdp.shards.optimizer_state import ELEMENT_WISE_OPTIMIZERS, NUMBERS
 from tests.support.everything import some
+from tests.support.ranks import on_ranks
 
 STEPS = 3
 HOWS = [
@@ -68,27 +69,25 @@ def test_a_step_is_right_and_its_state_is_of_dtensors(kind: Any, how: str, size:
     fsdp.simulate(size, on_rank)
 
 
-def test_state_keeps_its_objects_and_a_closure_is_called() -> None:
-    def on_rank(rank: int) -> None:
-        model: Any = fully_shard(nn.Linear(4, 3))
-        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-        calls: list[float] = []
+@on_ranks(2)
+def test_state_keeps_its_objects_and_a_closure_is_called(rank: int) -> None:
+    model: Any = fully_shard(nn.Linear(4, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    calls: list[float] = []
 
-        def closure() -> float:
-            optimizer.zero_grad()
-            loss = model(torch.ones(2, 4)).sum()
-            loss.backward()
-            calls.append(loss.item())
-            return calls[-1]
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        calls.append(loss.item())
+        return calls[-1]
 
-        optimizer.step(closure)
-        kept = {key: value for key, value in optimizer.state[model.weight].items() if key not in NUMBERS}
-        version = model.weight._version
-        optimizer.step()
-        assert calls and model.weight._version > version
-        assert all(optimizer.state[model.weight][key] is value for key, value in kept.items())
-
-    fsdp.simulate(2, on_rank)
+    optimizer.step(closure)
+    kept = {key: value for key, value in optimizer.state[model.weight].items() if key not in NUMBERS}
+    version = model.weight._version
+    optimizer.step()
+    assert calls and model.weight._version > version
+    assert all(optimizer.state[model.weight][key] is value for key, value in kept.items())
 
 
 class DTensorsSeen(TorchDispatchMode):

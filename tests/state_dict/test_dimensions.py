@@ -345,16 +345,14 @@ def test_ranks_ascend_where_shards_are_dtensors(rank: int, order: list[Any]) -> 
 
 
 @pytest.mark.parametrize(("order", "dtensors"), [([[2, 3], [0, 1]], True), ([[0, 2], [1, 3]], False)])
-def test_replicas_may_be_in_any_order(order: list[list[int]], dtensors: bool, tmp_path: Path) -> None:
-    def program(rank: int) -> None:
-        mesh, model = DeviceMesh("cpu", order, mesh_dim_names=("replica", "dp")), plain("dtensors")
-        fsdp.fully_shard(model, mesh=mesh, sharding_strategy="HYBRID_SHARD", dtensors=dtensors)
-        fsdp.save(tmp_path / "it", model)
-        nn.init.zeros_(model[2].weight)
-        fsdp.load(tmp_path / "it", model)
-        same(full(model), plain("dtensors").state_dict(), 0.0)
-
-    fsdp.simulate(4, program)
+@on_ranks(4)
+def test_replicas_may_be_in_any_order(rank: int, order: list[list[int]], dtensors: bool, tmp_path: Path) -> None:
+    mesh, model = DeviceMesh("cpu", order, mesh_dim_names=("replica", "dp")), plain("dtensors")
+    fsdp.fully_shard(model, mesh=mesh, sharding_strategy="HYBRID_SHARD", dtensors=dtensors)
+    fsdp.save(tmp_path / "it", model)
+    nn.init.zeros_(model[2].weight)
+    fsdp.load(tmp_path / "it", model)
+    same(full(model), plain("dtensors").state_dict(), 0.0)
 
 
 @on_ranks(4)
