@@ -35,14 +35,37 @@ class TestWrapping:
         ("options", "text"),
         [
             ({"sharding_strategy": "ZERO"}, "sharding_strategy 'ZERO' is not known; choose one of FULL_SHARD, SHARD_GRAD_OP"),
-            ({"reshard_after_forward": 2}, "reshard_after_forward must be True, False or None, not 2"),
+            *(
+                ({"reshard_after_forward": value}, f"reshard_after_forward must be True, False or None, not {value!r}")
+                for value in (0, 1, 2, "yes")
+            ),
+            *(({name: 1}, f"{name} must be True or False, not 1") for name in ("broadcast_buffers", "aligned", "plain_shards")),
             (
                 {"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True},
                 "reshard_after_forward=True contradicts sharding_strategy='SHARD_GRAD_OP'",
             ),
+            (
+                {"sharding_strategy": "NO_SHARD", "reshard_after_forward": True},
+                "reshard_after_forward=True contradicts sharding_strategy='NO_SHARD'",
+            ),
+            ({"sharding_strategy": "HYBRID_SHARD"}, "HYBRID_SHARD needs a mesh"),
+            ({"sharding_strategy": "HYBRID_SHARD", "mesh": (4,)}, "mesh (4,) does not fit"),
+            ({"sharding_strategy": "HYBRID_SHARD", "mesh": (-2, -1)}, "mesh (-2, -1) does not fit"),
+            (
+                {"sharding_strategy": "HYBRID_SHARD", "mesh": (3, 2)},
+                "mesh (3, 2) does not fit: give (replicas, shards) with a product of 2",
+            ),
+            *(
+                (
+                    options,
+                    f"mesh must be a DeviceMesh, or for HYBRID_SHARD the shape (replicas, shards), not {options['mesh']!r}; for",
+                )
+                for options in ({"mesh": (2, 2)}, {"mesh": 4}, {"sharding_strategy": "HYBRID_SHARD", "mesh": "cpu"})
+            ),
             ({"prefetch": -1}, "prefetch must be a number of units, 0 or more, not -1"),
             ({"prefetch": True}, "prefetch must be a number of units"),
             ({"mp_policy": "bf16"}, "mp_policy must be a fsdp.MixedPrecisionPolicy (fields param_dtype"),
+            ({"auto_wrap_policy": nn.Linear}, "auto_wrap_policy is the class Linear; put it in a set: {Linear}"),
             ({"auto_wrap_policy": "Block"}, "auto_wrap_policy must be 'auto', a set of module classes"),
             ({"auto_wrap_policy": set()}, "auto_wrap_policy is empty; leave it out"),
             (

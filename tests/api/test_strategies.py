@@ -248,34 +248,6 @@ def test_replicas_compute_with_the_parameters_themselves() -> None:
     assert 1.5 * parameters <= half <= 1.03 * 1.5 * parameters
 
 
-REFUSED = {
-    "HYBRID_SHARD needs a mesh": {"sharding_strategy": "HYBRID_SHARD"},
-    r"mesh \(3, 2\) does not fit: give \(replicas, shards\) with a product of 4": {
-        "sharding_strategy": "HYBRID_SHARD",
-        "mesh": (3, 2),
-    },
-    r"mesh \(4,\) does not fit": {"sharding_strategy": "HYBRID_SHARD", "mesh": (4,)},
-    r"mesh \(-2, -2\) does not fit": {"sharding_strategy": "HYBRID_SHARD", "mesh": (-2, -2)},
-    r"mesh must be a DeviceMesh, .* not \(2, 2\); for other strategies leave it out": {"mesh": (2, 2)},
-    "mesh must be a DeviceMesh, or .* not 'cpu'": {"sharding_strategy": "HYBRID_SHARD", "mesh": "cpu"},
-    "mesh must be a DeviceMesh, .* not 4": {"mesh": 4},
-    "broadcast_buffers must be True or False, not 1": {"broadcast_buffers": 1},
-    "aligned must be True or False, not 1": {"aligned": 1},
-    "plain_shards must be True or False, not 1": {"plain_shards": 1},
-    "reshard_after_forward=True contradicts sharding_strategy='NO_SHARD'": {
-        "sharding_strategy": "NO_SHARD",
-        "reshard_after_forward": True,
-    },
-}
-
-
-@pytest.mark.parametrize(("text", "options"), REFUSED.items(), ids=lambda value: str(value)[:30])
-@on_ranks(4)
-def test_what_cannot_be_is_refused_by_name(rank: int, text: str, options: dict[str, Any]) -> None:
-    with pytest.raises(fsdp.ShardingError, match=text):
-        fsdp.fully_shard(nn.Linear(4, 4), **options)
-
-
 def test_replicas_that_begin_differently_are_refused() -> None:
     """They would train different models, on gradients averaged over both."""
 

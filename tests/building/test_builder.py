@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, transfor
 
 import fsdp
 from fsdp.runtime.registry import unit_ref_of
-from tests.support.models import Block, Net, Recurrent, Tied, local, loss_of, make_net, two_layers, units_of
+from tests.support.models import Block, Net, Recurrent, Tied, local, loss_of, make_net, units_of
 from tests.support.ranks import on_ranks
 from tests.support.states import DOORS
 
@@ -269,19 +269,6 @@ def test_what_wrapping_does_for_a_unit_does_not_grow_with_the_units() -> None:
 
     _, few, more, most = fsdp.simulate(1, lambda rank: [calls(count) for count in (20, 20, 60, 100)])[0]  # the first may import
     assert most - more == pytest.approx(more - few, rel=0.01)
-
-
-@pytest.mark.parametrize("value", [0, 1, "yes"])
-@on_ranks(1)
-def test_reshard_after_forward_is_a_bool(rank: int, value: object) -> None:
-    with pytest.raises(fsdp.ShardingError, match="reshard_after_forward must be True, False or None"):
-        fsdp.fully_shard(nn.Linear(2, 2), reshard_after_forward=value)
-
-
-@on_ranks(1)
-def test_a_class_as_a_policy_is_refused(rank: int) -> None:
-    with pytest.raises(fsdp.ShardingError, match=r"put it in a set: \{Linear\}"):
-        fsdp.fully_shard(two_layers(), auto_wrap_policy=nn.Linear)
 
 
 def _replace(module: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp
+from tests.api.test_shard_grads import batch, full_values, shard
 from tests.shards.optimizer_table import rows
 from tests.shards.programs import PROGRAMS, Found
 from tests.shards.test_border import REFUSED
@@ -30,14 +31,6 @@ OPTIMIZERS: Final = (
     *("torch.optim.Muon()", "torch.optim.Adafactor()", "torch.optim.LBFGS()", "torch.optim.Adafactor() of vectors alone"),
     *("LARS, written with p.norm()", "LAMB, written with p.norm()", "torch.optim.Adagrad()"),
 )
-
-
-def batch(rank: int) -> Tensor:
-    return torch.linspace(-1, 1 + rank, 12).view(2, 6)
-
-
-def shard() -> nn.Module:
-    return fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
 
 
 def said_by(function: Callable[[], object]) -> str:
@@ -80,18 +73,18 @@ def bad_parameter(rank: int) -> tuple[str, dict[str, Tensor]]:
     net.enter.weight = weight
     model = fsdp.fully_shard(net, auto_wrap_policy={Block})
     loss_of(model(batch(rank))).backward()
-    return said, in_full(model, [p.grad for p in model.parameters()])
+    return said, full_values(model, {name: p.grad for name, p in model.named_parameters()})
 
 
 def gradients_of_shards(rank: int) -> dict[str, dict[str, Tensor]]:
     """The gradients in full, by `torch.autograd.grad` and by `backward(inputs=...)`."""
     model = shard()
-    parameters = list(model.parameters())
-    by_grad = torch.autograd.grad(loss_of(model(batch(rank))), parameters)
+    parameters = dict(model.named_parameters())
+    by_grad = torch.autograd.grad(loss_of(model(batch(rank))), list(parameters.values()))
     model.zero_grad()
-    loss_of(model(batch(rank))).backward(inputs=parameters)
-    by_inputs = [p.grad for p in parameters]
-    return {"grad": in_full(model, by_grad), "inputs": in_full(model, by_inputs)}
+    loss_of(model(batch(rank))).backward(inputs=list(parameters.values()))
+    by_inputs: dict[str, Tensor | None] = {name: p.grad for name, p in parameters.items()}
+    return {"grad": full_values(model, dict(zip(parameters, by_grad, strict=True))), "inputs": full_values(model, by_inputs)}
 
 
 def one_rank_steps(rank: int) -> list[str]:
@@ -131,14 +124,6 @@ def needs_the_full_tensor(rank: int) -> dict[str, str]:
     """What is said to functions that cannot compute on parts."""
     weight = fsdp.fully_shard(nn.Linear(8, 12, bias=False)).weight
     return {name: said_by(lambda function=function: function(weight)) for name, (function, _) in REFUSED.items()}  # type: ignore[misc]
-
-
-def in_full(model: nn.Module, gradients: Any) -> dict[str, Tensor]:
-    """Each gradient in full. The weights are overwritten for it."""
-    with torch.no_grad():
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.copy_(torch.zeros_like(parameter) if gradient is None else gradient)
-    return fsdp.full_state_dict(model, rank0_only=False)
 
 
 BORDER: Final[dict[str, Callable[[int], Any]]] = {

@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import fsdp
-from tests.support.models import Block, Net, loss_of
+from tests.support.models import Block, Net, X, loss_of
 
 LIMIT: Final = 120
 ROUNDS: Final = 50
-X: Final = torch.linspace(-1, 1, 12).view(2, 6)
 
 
 class Broken(Exception):

@@ -3,16 +3,14 @@
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from tests.equivalence.border_programs import BORDER, ENGINES, OPTIMIZERS, batch
+from tests.api.test_shard_grads import assert_same, plain_gradients
+from tests.equivalence.border_programs import BORDER, ENGINES, OPTIMIZERS
 from tests.equivalence.test_gloo import SIZES, run
 from tests.shards.optimizer_table import rows
 from tests.shards.programs import PROGRAMS
 from tests.shards.test_border import REFUSED, assert_of_one_process
 from tests.shards.test_optimizers import assert_refused, assert_right
-from tests.support.models import loss_of, make_net
 
 pytestmark = pytest.mark.gloo
 
@@ -22,15 +20,6 @@ Results = list[dict[str, Any]]
 @pytest.fixture(scope="module", params=SIZES, ids=[f"{size} processes" for size in SIZES])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run(request.param, tmp_path_factory.mktemp("ranks"), *BORDER)
-
-
-def assert_gradients_of_one_process(found: dict[str, Tensor], size: int) -> None:
-    net = make_net()
-    for rank in range(size):
-        (loss_of(net(batch(rank))) / size).backward()
-    for name, parameter in net.named_parameters():
-        assert parameter.grad is not None
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-6, atol=1e-6 * float(parameter.grad.abs().max()))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -53,13 +42,13 @@ def test_a_parameter_that_one_rank_cannot_shard_stops_all_ranks_and_can_be_mende
     for one in ranks:
         said, gradients = one["bad parameter"]
         assert "parameter 'enter.weight' has layout torch.sparse_coo; make it dense" in said
-        assert_gradients_of_one_process(gradients, len(ranks))
+        assert_same(gradients, plain_gradients(len(ranks)))
 
 
 @pytest.mark.parametrize("way", ["grad", "inputs"])
 def test_gradients_asked_of_shards_are_those_of_one_process(way: str, ranks: Results) -> None:
     for one in ranks:
-        assert_gradients_of_one_process(one["gradients of shards"][way], len(ranks))
+        assert_same(one["gradients of shards"][way], plain_gradients(len(ranks)))
 
 
 def test_a_rank_that_steps_alone_is_named_on_all(ranks: Results) -> None:

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp
-from tests.support.models import Block, Net, weights_of
+from tests.support.models import Block, Net, X, weights_of
 
-X: Final = torch.linspace(-1, 1, 12).view(2, 6)
 Found = tuple[int, dict[str, Tensor]]
 
 

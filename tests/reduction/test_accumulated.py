@@ -14,6 +14,7 @@ from fsdp.comm.simulated import simulate
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.models import (
     Block,
+    X,
     assert_close,
     gradients_of,
     is_at_rest,
@@ -26,9 +27,6 @@ from tests.support.models import (
     world_log,
 )
 from tests.support.ranks import on_ranks
-
-X = torch.linspace(-1, 1, 12).view(2, 6)
-
 
 Program = Callable[[nn.Module, int], None]
 
@@ -59,22 +57,11 @@ def backward(model: nn.Module, rank: int, factor: float, *, kept: bool = False) 
         loss_of(model(X * (factor + rank))).backward()
 
 
-def test_the_switch_does_what_the_context_does() -> None:
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "around the context, which restores it"])
+def test_the_switch_does_what_the_context_does(inside: bool) -> None:
     def program(model: nn.Module, rank: int) -> None:
         fsdp.set_requires_gradient_sync(model, False)
-        backward(model, rank, 1)
-        backward(model, rank, 2)
-        assert not [call for call in world_log("reduce_scatter")]
-        fsdp.set_requires_gradient_sync(model, True)
-        backward(model, rank, 3)
-
-    assert_close(gradients(2, program), wanted(2, 1, 2, 3))
-
-
-def test_the_context_restores_what_the_switch_said() -> None:
-    def program(model: nn.Module, rank: int) -> None:
-        fsdp.set_requires_gradient_sync(model, False)
-        backward(model, rank, 1, kept=True)
+        backward(model, rank, 1, kept=inside)
         backward(model, rank, 2)
         assert not world_log("reduce_scatter")
         fsdp.set_requires_gradient_sync(model, True)

@@ -27,6 +27,7 @@ from tests.support.models import (
     Block,
     Net,
     Trained,
+    X,
     assert_trained_alike,
     gradients_of,
     is_at_rest,
@@ -42,7 +43,6 @@ from tests.support.models import (
 from tests.support.ranks import on_ranks
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
-X = torch.linspace(-1, 1, 12).view(2, 6)
 BLOCKS = 4
 WAYS: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {},

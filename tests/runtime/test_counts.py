@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 import fsdp
-from tests.support.models import ALONE, Block, Net, loss_of, world_log
+from tests.support.models import ALONE, Block, Net, X, loss_of, world_log
 from tests.support.ranks import on_ranks
 
 BLOCKS = 4
-X = torch.linspace(-1, 1, 12).view(2, 6)
 STEPS = 3
 
 

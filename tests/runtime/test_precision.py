@@ -16,13 +16,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 import fsdp
 from fsdp.comm.simulated import simulate
-from tests.support.models import Block, join_all, local, loss_of, make_net
+from tests.support.models import Block, X, join_all, local, loss_of, make_net
 from tests.support.ranks import on_ranks
 
 BF16 = torch.bfloat16
-
-
-X = torch.linspace(-1, 1, 12).view(2, 6)
 
 
 def shard_gradients(size: int, policy: Any, scale: float = 1.0) -> dict[str, Tensor]:

@@ -11,11 +11,10 @@ from torch.utils.checkpoint import checkpoint
 import fsdp
 from fsdp.runtime.prefetch import PrefetchSchedule
 from fsdp.runtime.registry import unit_ref_of
-from tests.support.models import Block, Net, is_at_rest, loss_of, world_log
+from tests.support.models import Block, Net, X, is_at_rest, loss_of, world_log
 from tests.support.ranks import on_ranks
 
 BLOCKS, WIDTH = 6, 8
-X = torch.linspace(-1, 1, 12).view(2, 6)
 BLOCK_BYTES = sum(p.nbytes for p in Block(WIDTH).parameters())
 
 

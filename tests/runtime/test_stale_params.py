@@ -9,16 +9,13 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.comm.simulated import simulate
-from tests.support.models import Block, Net, assert_close, gradients_of, local, loss_of, two_units, units_of, world_log
+from tests.support.models import Block, Net, X, assert_close, gradients_of, local, loss_of, two_units, units_of, world_log
 from tests.support.ranks import on_ranks
 
 BLOCKS = 3
 
 
 UNITS = BLOCKS + 1
-
-
-X = torch.linspace(-1, 1, 12).view(2, 6)
 
 
 BOTH = pytest.mark.parametrize("strategy", ["SHARD_GRADIENTS", "SHARD_OPTIMIZER"])
