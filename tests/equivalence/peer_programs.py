@@ -189,7 +189,6 @@ PROGRAMS: Final[dict[str, Callable[[int], Any]]] = {
     # the others come through the forward that fails, and wait where the next one begins
     "fails in a forward, copies are kept": retried(forward, forwards=1, sharding_strategy="SHARD_GRADIENTS"),
     "apart": apart,
-    "hybrid, fails in a forward": hybrid(forward),
     "hybrid, fails in a backward": hybrid(backward),
     "killed": dies(kill),
     "raises": dies(fail),

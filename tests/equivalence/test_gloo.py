@@ -6,6 +6,7 @@ One start of W processes runs every program; the tests look at what came out.
 import re
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.equivalence.unheard_programs import UNHEARD
 from tests.support import outside
 from tests.support.everything import EVERYTHING
 from tests.support.models import CASES, Case, assert_close, assert_trained_alike, join, joined, loss_of, reference, train
-from tests.support.processes import end_all, start_rank
+from tests.support.processes import beside_each_other, end_all, start_rank
 
 pytestmark = pytest.mark.gloo
 
@@ -288,7 +289,8 @@ OF_THREE = ["other units, of one size", "other units, of two sizes", "swapped or
 def disagreeing(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     """By number of processes. Two of them do all else that two do, too; they end in the last program."""
     names = {2: (*UNHEARD, *ALONE, *DISAGREE), 3: OF_THREE}
-    return {size: run(size, tmp_path_factory.mktemp("ranks"), *names[size]) for size in names}
+    starts = {str(size): partial(run, size, tmp_path_factory.mktemp("ranks"), *names[size]) for size in names}
+    return {int(size): ended.result() for size, ended in beside_each_other(starts).items()}
 
 
 @pytest.mark.parametrize(

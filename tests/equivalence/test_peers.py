@@ -1,6 +1,8 @@
 """One rank abandons a step or dies, over gloo: the others are told who and why, and those that live go on."""
 
 import re
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from fsdp.debug.error_notes import MARK
 from fsdp.errors import FEWER_BATCHES
 from tests.equivalence.peer_programs import LIMIT, STEPS, Told
 from tests.support.models import CASES, assert_trained_alike, own_batches, train, wrap
-from tests.support.processes import results_of
+from tests.support.processes import beside_each_other, results_of
 
 pytestmark = pytest.mark.gloo
 
@@ -45,14 +47,28 @@ def run(size: int, folder: Path, *names: str, script: str = "peer_programs") -> 
     return results_of(f"tests.equivalence.{script}", size, folder, *names, seconds=LIMIT + 10, may_fail=1, stops="stops" in names)
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run(3, tmp_path_factory.mktemp("peers"), *ALIVE, "apart", "killed")
+Ended = dict[str, Future[list[dict[str, Any]]]]
+ON_A_DEVICE = {"fails": ["all fail in a backward", "fails"], "killed": ["killed"]}
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run(4, tmp_path_factory.mktemp("peers"), *HYBRID)
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """What every rank saved, by start: most of them end with a rank that ends."""
+    starts = {
+        "stops": partial(run, 3, tmp_path_factory.mktemp("stops"), "stops"),
+        "ranks": partial(run, 3, tmp_path_factory.mktemp("ranks"), *ALIVE, "apart", "killed"),
+        "four ranks": partial(run, 4, tmp_path_factory.mktemp("four"), *HYBRID),
+    }
+    for name, names in ON_A_DEVICE.items():
+        starts[f"device {name}"] = partial(run, 2, tmp_path_factory.mktemp("device"), *names, script="device_programs")
+    for name in ("raises", "wraps alone"):
+        starts[name] = partial(run, 2, tmp_path_factory.mktemp("two"), name)
+    return beside_each_other(starts)
+
+
+@pytest.fixture
+def ranks(ended: Ended) -> list[dict[str, Any]]:
+    return ended["ranks"].result()
 
 
 def check(name: str, found: list[Any], **options: Any) -> None:
@@ -98,8 +114,8 @@ def test_ranks_that_live_start_the_step_again(name: str, ranks: list[dict[str, A
 
 
 @pytest.mark.parametrize("name", HYBRID)
-def test_on_a_mesh_too(name: str, four_ranks: list[dict[str, Any]]) -> None:
-    check(name, [one[name] for one in four_ranks], sharding_strategy="HYBRID_SHARD", mesh=(2, 2))
+def test_on_a_mesh_too(name: str, ended: Ended) -> None:
+    check(name, [one[name] for one in ended["four ranks"].result()], sharding_strategy="HYBRID_SHARD", mesh=(2, 2))
 
 
 def test_ranks_that_may_be_a_step_apart_do_not_go_on(ranks: list[dict[str, Any]]) -> None:
@@ -127,21 +143,21 @@ def test_who_is_killed_is_named_by_all_others(ranks: list[dict[str, Any]]) -> No
         assert "rank 2 has ended" in one["killed"][0][1]
 
 
-def test_who_ends_by_an_error_is_named_with_it(tmp_path: Path) -> None:
-    found = run(2, tmp_path, "raises")[0]["raises"]
+def test_who_ends_by_an_error_is_named_with_it(ended: Ended) -> None:
+    found = ended["raises"].result()[0]["raises"]
     is_told_of_the_end(found, 1, 0)
     assert "rank 1 has abandoned the step, in unit 'blocks.1', with Mine: no" in found[0][1]
 
 
-def test_who_wraps_alone_is_notified_that_the_other_has_ended(tmp_path: Path) -> None:
-    kind, text, rank, *_ = run(2, tmp_path, "wraps alone")[0]["wraps alone"]
+def test_who_wraps_alone_is_notified_that_the_other_has_ended(ended: Ended) -> None:
+    kind, text, rank, *_ = ended["wraps alone"].result()[0]["wraps alone"]
     assert (kind, rank) == ("PeerFailed", 1)
     assert text.startswith("rank 1 has ended, while this rank waited for it in fully_shard. Every rank must call it.")
 
 
-def test_who_has_stopped_is_the_one_that_is_not_named(tmp_path: Path) -> None:
+def test_who_has_stopped_is_the_one_that_is_not_named(ended: Ended) -> None:
     """It lives, and its connections as well: the others wait for the time-out of the group, which says who waits for what."""
-    found = [one["stops"] for one in run(3, tmp_path, "stops")[:2]]
+    found = [one["stops"] for one in ended["stops"].result()[:2]]
     for rank, (kind, text, *why, notes) in enumerate(found):
         said = tells_where(notes, FORWARD, rank, 3)
         if kind == "PeerFailed":
@@ -158,11 +174,11 @@ def test_who_has_stopped_is_the_one_that_is_not_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["fails", "killed"])
-def test_a_rank_that_waits_on_a_device_is_freed_and_notified(ends: bool, tmp_path: Path) -> None:
+def test_a_rank_that_waits_on_a_device_is_freed_and_notified(ends: bool, ended: Ended) -> None:
     """By a thread: the host waits where nobody looks for a reason. Ranks that failed alike had gone on before."""
     alike, name = "all fail in a backward", "killed" if ends else "fails"
     reason = "has ended, while this rank waited for it" if ends else "Mine: no"
-    waiting, failing = run(2, tmp_path, *([name] if ends else [alike, name]), script="device_programs")
+    waiting, failing = ended[f"device {name}"].result()
     (first, again), aborted = waiting[name]
     assert aborted
     assert (first[0], first[2:5]) == ("PeerFailed", (1, None if ends else "blocks.1", reason))

@@ -13,14 +13,16 @@ import site
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 
+T = TypeVar("T")
 ROOT: Final = Path(__file__).resolve().parents[2]
 
 START_METHOD: Final = "forkserver"
@@ -123,6 +125,12 @@ def _run_program(program: list[str], is_script: bool, variables: dict[str, str],
             _namespaces.append(runpy.run_module(program[0], run_name="__main__", alter_sys=True))
     finally:
         atexit._run_exitfuncs()  # as at the end of an interpreter; the end of a fork leaves them out
+
+
+def beside_each_other(starts: Mapping[str, Callable[[], T]], at_once: int = 3) -> dict[str, Future[T]]:
+    """Call functions that start processes and wait for them. Return what each has returned or raised, by name."""
+    with ThreadPoolExecutor(at_once) as pool:
+        return {name: pool.submit(start) for name, start in starts.items()}
 
 
 def end_all(ranks: Iterable[Rank]) -> None:
