@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 import fsdp
 from tests.state_dict import test_dimensions as dims
 from tests.state_dict.test_dimensions import KINDS, batch, build, full, group_here, groups_of, on_all, plain, same, trained
+from tests.support.everything import EVERYTHING
 from tests.support.processes import results_of
 
 
@@ -206,7 +207,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
 }
 
 
-OVER_GLOO = ["tensor parallel", "experts"]
+OVER_GLOO = ["tensor parallel", "experts"] if EVERYTHING else ["tensor parallel"]
 """All checks of these run over gloo, and not on simulated ranks as well."""
 
 

@@ -34,7 +34,9 @@ def test_every_product_trains_as_one_process_in_the_simulated_world(size: int) -
     ways = [Namespace(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, steps=2) for dp, tp, pp, cp, ep in product((1, 2, 4, 8), repeat=5)]
     ways = [way for way in ways if parallel.fits(way, size)]
     assert len(ways) == {4: 15, 8: 32}[size]
-    for seed, way in enumerate(ways if EVERYTHING else ways[:: size // 2]):
+    # by default every other way of four ranks; and of eight those that no fewer have, with experts
+    few = ways[::2] if size == 4 else [way for way in ways if way.ep == 2 == max(way.dp, way.tp, way.pp, way.cp)]
+    for seed, way in enumerate(ways if EVERYTHING else few):
         for found in fsdp.simulate(size, lambda rank, way=way: parallel.train(way, torch.device("cpu")), seed):
             assert found == pytest.approx(alone[way.ep > 1], rel=parallel.SAME), way
 

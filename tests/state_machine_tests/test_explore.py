@@ -30,7 +30,7 @@ STATES = {
 }
 
 
-LARGE = ("pair", "chain", "chain-summoned", "pair-kept", "tree")
+LARGE = ("pair", "pair-frozen", "chain", "chain-summoned", "pair-kept", "tree")
 """Three minutes of one core together. `make test-all` explores them, and so does `python -m state_machine explore`."""
 
 

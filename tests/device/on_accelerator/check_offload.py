@@ -42,7 +42,8 @@ UNEVEN: Final = ("different paths", "an evaluation on one rank")
 def test_a_story_has_the_bits_of_the_host(story: str, strategy: str) -> None:
     size, options = STRATEGIES[strategy]
     wanted = on_host(STORIES[story], size, **options)
-    few = tuple(Scheduler) if story == "training" else (Scheduler.RANDOM, Scheduler.STARVE)
+    # the stories without the policy have both of these, in check_training.py
+    few = tuple(Scheduler) if story == "training" else ((Scheduler.RANDOM, Scheduler.STARVE)[len(story) % 2],)
     for scheduler, seed in schedules(len(story), few):
         found = on_accelerator(STORIES[story], size, scheduler, seed, offload_policy=OFFLOAD, **options)
         assert first_difference(found, wanted) is None, f"{scheduler.name}, seed {seed}"

@@ -20,7 +20,7 @@ def test_any_program_trains_like_a_single_process(number: int, option: int, rank
     check(number, option, ranks, seed)
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(3 if EVERYTHING else 1))
 def test_deterministic_sums_have_the_same_bits_whatever_ranks_have_learned(number: int) -> None:
     """The first run meets where the second follows the common path; the interleavings of the ranks differ too."""
     program = [step._replace(clips=False) for step in draw_program(number, 3)]  # the norm is summed shard by shard
