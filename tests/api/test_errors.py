@@ -89,7 +89,7 @@ class TestWrapping:
         with pytest.raises(fsdp.ShardingError, match=r"mp_policy.param_dtype must be a floating-point torch.dtype"):
             fsdp.MixedPrecisionPolicy(param_dtype=torch.int8)
 
-    @pytest.mark.parametrize("container", [nn.ModuleList, nn.ParameterList])
+    @pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict, type("Blocks", (nn.ModuleList,), {}), nn.ParameterList])
     def test_a_container_cannot_be_a_unit(self, container: type[nn.Module]) -> None:
         text = f"a {container.__name__} has no forward of its own and cannot be a unit; wrap its members"
         refused_everywhere(1, lambda rank: fsdp.fully_shard(container()), text)

@@ -12,7 +12,7 @@ import fsdp
 from fsdp.compat import fully_shard as fsdp2
 from fsdp.compat import torch_fsdp as fsdp1
 from fsdp.runtime.registry import unit_ref_of
-from tests.support.ranks import on_ranks, refused_everywhere
+from tests.support.ranks import on_ranks
 
 
 class Chunk(nn.ModuleList):
@@ -73,9 +73,3 @@ def test_a_list_or_dict_with_a_forward_is_a_unit_and_trains_as_in_a_single_proce
     assert sum(unit_ref_of(module) is not None for module in model.modules()) == 3
     for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(fsdp.full_tensor(mine).detach(), expected.detach())
-
-
-@pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict, type("Blocks", (nn.ModuleList,), {})])
-def test_one_without_a_forward_is_refused(container: Any) -> None:
-    text = f"a {container.__name__} has no forward of its own and cannot be a unit"
-    refused_everywhere(1, lambda rank: fsdp.fully_shard(container()), text)

@@ -69,19 +69,14 @@ def in_one_process(installed: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return printed_by(Ended(done.returncode, done.stdout, done.stderr))
 
 
-@pytest.mark.gloo
 @pytest.mark.parametrize("name", SAYS)
-def test_the_script_runs_in_two_processes(name: str, in_two_processes: dict[str, str]) -> None:
-    output = in_two_processes[name]
-    assert "2 processes (cpu, gloo)" in output
-    assert SAYS[name] in output
-    assert "NOT" not in output
-
-
-@pytest.mark.parametrize("name", SAYS)
-def test_the_script_runs_in_one_process(name: str, in_one_process: dict[str, str]) -> None:
-    output = in_one_process[name]
-    assert "1 process (cpu, gloo)" in output
+@pytest.mark.parametrize(
+    ("start", "processes"),
+    [("in_one_process", "1 process"), pytest.param("in_two_processes", "2 processes", marks=pytest.mark.gloo)],
+)
+def test_the_script_runs(start: str, processes: str, name: str, request: pytest.FixtureRequest) -> None:
+    output = request.getfixturevalue(start)[name]
+    assert f"{processes} (cpu, gloo)" in output
     assert SAYS[name] in output
     assert "NOT" not in output
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from tests.patterns.harness import Run, Yields, pattern
 from tests.patterns.kinds import Lora
-from tests.patterns.modules import WIDTH, Block, Net, loss_of, sgd, train
+from tests.patterns.modules import WIDTH, Block, Net, loss_of, passes, sgd, train
 from tests.patterns.order import Repeats
 
 BackwardPath = Callable[[nn.Sequential, Tensor, bool], Tensor]
@@ -340,6 +340,4 @@ for _name in WRAPPERS:
 def _(run: Run) -> Yields:
     model = run.shard(Net(), {Block})
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
-    for number in range(2):
-        train(model, run.data(number, 2, WIDTH))
-        yield
+    yield from passes(run, model, 2)

@@ -308,17 +308,14 @@ def test_a_hook_may_give_other_rows(kind: str) -> None:
         assert torch.equal(found, torch.nan_to_num(wanted))
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("hook", [default_hooks.allreduce_hook, default_hooks.fp16_compress_hook])
 def test_a_communication_hook_sees_it_in_full(hook: Any) -> None:
     """Over a group of one: torch's hooks need a real one. More ranks are in tests/equivalence/test_gloo.py."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = fsdp.fully_shard(make(), **REPLICATED)
-        fsdp.register_comm_hook(model, None, hook)
-        loss_of(model(tokens_of(0, 0))).backward()
-        found = model.words.weight.grad
-    finally:
-        torch.distributed.destroy_process_group()
+    model = fsdp.fully_shard(make(), **REPLICATED)
+    fsdp.register_comm_hook(model, None, hook)
+    loss_of(model(tokens_of(0, 0))).backward()
+    found = model.words.weight.grad
     plain = make()
     loss_of(plain(tokens_of(0, 0))).backward()
     assert found.is_sparse

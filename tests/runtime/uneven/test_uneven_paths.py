@@ -14,6 +14,7 @@ import fsdp
 from fsdp.comm.simulated import Call, current_rank
 from fsdp.runtime.registry import engines_in
 from state_machine.paths import PATIENCE
+from tests.support.models import promised
 from tests.support.paths import Branching, Hop, batch
 from tests.support.ranks import on_ranks, told
 
@@ -287,9 +288,7 @@ def test_a_comm_hook_reduces_what_some_rank_has() -> None:
 
 def own_chunk(state: None, bucket: Any) -> Future[Tensor]:
     """No sum, but the buckets are those of all ranks."""
-    future: Future[Tensor] = Future()
-    future.set_result(bucket.buffer().view(2, -1)[0].clone())
-    return future
+    return promised(bucket.buffer().view(2, -1)[0].clone())
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
