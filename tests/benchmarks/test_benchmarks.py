@@ -121,15 +121,9 @@ def test_losses_that_part_are_named() -> None:
     assert [complaint.split(" differ")[0] for complaint in complaints] == ["ours and ddp", "ours and fsdp2"]
 
 
-def test_host_time_and_operations_are_measured_for_every_contender(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
-    out = tmp_path / "host.json"
+def test_host_time_and_operations_are_measured_for_every_contender(report_of: Callable[..., Any]) -> None:
     tiny = ("--units", "2", "--width", "8", "--repeats", "1", "--steps", "2", "--tensors", "12", "--world", "8")
-    # in this process: a start costs more than all else
-    monkeypatch.setattr(host, "elsewhere", lambda measure, settings, timeout: measure(settings))
-    run(host, *tiny, "--out", str(out))
-    report = result_file.read(out)
+    report = report_of(host, *tiny)
     (case,) = report["cases"]
     assert set(case["contenders"]) == set(host.NAMES)
     for one in case["contenders"].values():

@@ -1,11 +1,10 @@
 """`benchmarks/memory.py` counts the same bytes in two ways."""
 
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import memory
 import pytest
-import result_file
 
 from tests.support.models import ALONE
 
@@ -13,18 +12,11 @@ TINY = ("--blocks", "3", "--width", "32", "--heads", "2", "--vocabulary", "32", 
 
 
 def test_the_script_writes_what_it_prints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    report_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "memory.json"
-    monkeypatch.setattr(
-        sys, "argv", ["memory.py", *TINY, "--world", "4", "--contenders", "fsdp2", "ours", memory.OVER_NCCL, "--out", str(out)]
-    )
     for name in ("ours", memory.OVER_NCCL):  # the small units of this test stand for large ones
         monkeypatch.setitem(memory.ENGINES[name].given, "reduction", ALONE)
-    # in this process: a start costs more than all else
-    monkeypatch.setattr(memory, "elsewhere", lambda measure, settings, timeout: measure(settings))
-    memory.main()
-    (case,) = result_file.read(out)["cases"]
+    (case,) = report_of(memory, *TINY, "--world", "4", "--contenders", "fsdp2", "ours", memory.OVER_NCCL)["cases"]
     ours, over_nccl = case["contenders"]["ours"], case["contenders"][memory.OVER_NCCL]
     assert ours["kinds"]["shards"] == ours["at_rest"] == over_nccl["at_rest"]
     assert ours["peak"] - over_nccl["peak"] == ours["kinds"]["scratch"] > 0

@@ -1,20 +1,16 @@
 """The benchmark of plans compares estimates with steps over the same wire."""
 
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import plan
 import pytest
-import result_file
 
 
-def test_it_writes_an_estimate_beside_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "plan.json"
-    tiny = ["--blocks", "2", "--width", "128", "--milliseconds", "4", "--repeats", "2", "--loads", "0.25"]
-    monkeypatch.setattr(sys, "argv", ["plan.py", *tiny, "--out", str(out)])
+def test_it_writes_an_estimate_beside_every_step(report_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "processor_time", lambda: 1.0)
-    plan.main()
-    report = result_file.read(out)
+    tiny = ("--blocks", "2", "--width", "128", "--milliseconds", "4", "--repeats", "2", "--loads", "0.25")
+    report = report_of(plan, *tiny)
     assert [line["case"] for line in report["lines"]] == [*plan.CASES]
     # a step computes for 24 ms, which the estimate has from the plain model alone
     assert all(0.02 < line["estimated"] < 1.0 and len(line["steps"]) == 2 for line in report["lines"])

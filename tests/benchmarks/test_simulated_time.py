@@ -1,14 +1,11 @@
 """The benchmarks over a simulated wire: when it is free again, and that the scripts write what they print."""
 
-import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import overlap
 import pytest
-import result_file
 import scale
 import torch
 import torch.distributed as dist
@@ -70,14 +67,9 @@ def test_ours_sends_over_the_wire_what_it_sends_in_the_simulated_world(link: Lin
     assert found["collectives"] == 5 + 3 + 1, "gathers, reductions, and which gradients came"
 
 
-def test_overlap_writes_what_it_prints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "overlap.json"
+def test_overlap_writes_what_it_prints(report_of: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ("--loads", "0.5", "2", "--repeats", "1", "--blocks", "2", "--milliseconds", "2", "--width", "16")
-    monkeypatch.setattr(sys, "argv", ["overlap.py", *tiny, "--out", str(out)])
-    overlap.main()
-    report = result_file.read(out)
+    report = report_of(overlap, *tiny)
     assert {line["contender"] for line in report["lines"]} == set(overlap.NAMES)
     assert all(line["seconds"] >= 0.95 * report["settings"]["computing"] for line in report["lines"]), "nobody computes in less"
     by = {(line["contender"], line["load"]): line for line in report["lines"]}
@@ -87,14 +79,9 @@ def test_overlap_writes_what_it_prints(
     assert "| load | bare | ddp |" in capsys.readouterr().out
 
 
-def test_scale_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "scale.json"
+def test_scale_writes_what_it_prints(report_of: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ("--units", "4", "8", "--world", "4", "64", "--units-of-worlds", "4", "--repeats", "1")
-    monkeypatch.setattr(sys, "argv", ["scale.py", *tiny, "--contenders", "ours", scale.OVER_NCCL, "--out", str(out)])
-    # in this process: a start costs more than all else
-    monkeypatch.setattr(scale, "elsewhere", lambda measure, settings, timeout: measure(settings))
-    scale.main()
-    report = result_file.read(out)
+    report = report_of(scale, *tiny, "--contenders", "ours", scale.OVER_NCCL)
     assert len(report["cases"]) == 2 * 3
     found = {(one["settings"]["contender"], one["settings"]["units"], one["settings"]["world"]): one for one in report["cases"]}
     # exact: a unit is a unit, however many there are and whatever the number of ranks
@@ -106,25 +93,15 @@ def test_scale_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "| ours | 8 | 4 |" in capsys.readouterr().out
 
 
-def of_one_more(out: Path) -> list[dict[str, Any]]:
-    return result_file.read(out)["of_one_more_tensor"]["functions"]["ours"]
-
-
-def test_where_names_the_files_and_functions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "where.json"
-    given = ["--contenders", "ours", "--units", "3", "--more", "16", "--width", "4", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["where.py", *given])
-    monkeypatch.setattr(where, "elsewhere", lambda measure, settings, timeout: measure(settings))
-    where.main()
-    functions = result_file.read(out)["functions"]["ours"]
+def test_where_names_the_files_and_functions(report_of: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of(where, "--contenders", "ours", "--units", "3", "--more", "16", "--width", "4")
+    functions = report["functions"]["ours"]
     places = {row["place"] for phase in functions.values() for row in phase}
     assert {"C++", "fsdp/runtime/engine", "fsdp/reduction/reducer"} <= places
     assert not [place for place in places if place.startswith("/")]
     assert "| fsdp/runtime/engine |" in (said := capsys.readouterr().out)
     # what one more tensor costs: `nn.ParameterList` reads it once, autograd calls one hook for it
-    calls = {(row["place"], row["function"]): row["calls"] for row in of_one_more(out)}
+    calls = {(row["place"], row["function"]): row["calls"] for row in report["of_one_more_tensor"]["functions"]["ours"]}
     assert calls["torch/nn/modules/container", "__getitem__"] == calls["fsdp/runtime/backward_hooks", "accumulated"] == 1
     assert "ours: " in said and "for one more tensor, from 12 to 16" in said
     assert where.place_of(fsdp.__file__) == "fsdp/__init__"

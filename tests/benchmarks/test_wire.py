@@ -1,10 +1,9 @@
 """What `benchmarks/wire.py` computes is what the engine does, and the bars hold."""
 
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-import result_file
 import torch
 import wire
 from configurations import CONFIGURATIONS, UnitShapes, units_of
@@ -51,12 +50,9 @@ WORST = {"Llama-3-8B": (373, 0.025863), "Qwen3-4B": (423, 0.027298), "Mixtral-8x
 
 @pytest.mark.parametrize("model", WORST)
 def test_the_script_writes_what_it_prints_and_the_bars_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+    report_of: Callable[..., Any], capsys: pytest.CaptureFixture[str], model: str
 ) -> None:
-    out = tmp_path / "wire.json"
-    monkeypatch.setattr(sys, "argv", ["wire.py", "--models", model, "--world", "8", "512", "--out", str(out)])
-    wire.main()
-    report = result_file.read(out)
+    report = report_of(wire, "--models", model, "--world", "8", "512")
     # HYBRID_SHARD shares shards among 8 ranks, which the worst number need not be a multiple of
     worst, padding = WORST[model]
     assert len(report["rows"]) == len(wire.STRATEGIES) * 3 - (worst % wire.HOST != 0)
