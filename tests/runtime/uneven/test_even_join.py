@@ -19,8 +19,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "HYBRID_SHARD": {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)},
     "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
 }
-EVERY = pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
 COUNTS = (3, 1, 4, 2)
+OTHER_COUNTS = (0, 2, 2, 3), (2, 2, 2, 2), (1, 0, 0, 0)
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
@@ -74,17 +74,21 @@ def unsharded(found: list[dict[str, Tensor]], options: dict[str, Any]) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("name", "counts"),
-    [*((name, COUNTS) for name in STRATEGIES), *(("FULL_SHARD", one) for one in ((0, 2, 2, 3), (2, 2, 2, 2), (1, 0, 0, 0)))],
+    ("name", "counts", "uneven"),
+    [
+        *((name, COUNTS, False) for name in STRATEGIES),
+        *(("FULL_SHARD", counts, False) for counts in OTHER_COUNTS),
+        *((name, counts, True) for name in STRATEGIES for counts in (COUNTS, *OTHER_COUNTS)),
+    ],
     ids=str,
 )
-def test_gradients_are_averaged_over_the_ranks_that_have_data_left(name: str, counts: tuple[int, ...]) -> None:
-    options = STRATEGIES[name]
+def test_gradients_are_averaged_over_the_ranks_that_have_data_left(name: str, counts: tuple[int, ...], uneven: bool) -> None:
+    options = STRATEGIES[name] | ({"uneven_paths": True} if uneven else {})
     found = fsdp.simulate(4, lambda rank: trained(rank, counts, **options))
     assert_close(unsharded(found, options), alone(counts))
 
 
-@EVERY
+@pytest.mark.parametrize("options", [*STRATEGIES.values(), {"uneven_paths": True}], ids=[*STRATEGIES, "uneven paths"])
 def test_accumulation_under_no_sync_too(options: dict[str, Any]) -> None:
     counts = (6, 2, 4, 2)
     found = fsdp.simulate(4, lambda rank: trained(rank, counts, micro=2, **options))

@@ -12,6 +12,7 @@ from tests.runtime.uneven.programs import MESH, SEEDS, TIME_OUT, waiting_hops
 from tests.support.everything import EVERYTHING
 from tests.support.paths import Branching, assert_alike, batch, draw_program, plain
 from tests.support.processes import beside_each_other, results_of
+from tests.support.states import assert_near
 
 pytestmark = pytest.mark.gloo
 
@@ -57,8 +58,7 @@ def test_without_the_option_the_error_names_it(ranks: list[dict[str, Any]]) -> N
 def test_ranks_without_data_need_no_batch(ranks: list[dict[str, Any]]) -> None:
     wanted, _ = weights_after(None, 1, len(ranks), False, "before")
     for weights, _ in (found["joined"] for found in ranks):
-        for name, value in wanted.items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+        assert_near(weights, wanted)
 
 
 def test_a_rank_that_changes_weights_in_the_middle_of_a_step_is_named(ranks: list[dict[str, Any]]) -> None:

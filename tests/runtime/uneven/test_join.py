@@ -10,28 +10,13 @@ from torch import Tensor, nn
 
 import fsdp
 from tests.runtime.uneven.joins import weights_after
-from tests.runtime.uneven.test_even_join import COUNTS, STRATEGIES, alone, trained, unsharded
 from tests.runtime.uneven.test_uneven_paths import ALL, EVEN, make
 from tests.support.models import assert_close
 from tests.support.paths import Branching, Hop, batch
 from tests.support.ranks import on_ranks, told
+from tests.support.states import assert_near
 
-EVERY_COUNT = [COUNTS, (0, 2, 2, 3), (1, 0, 0, 0), (2, 2, 2, 2)]
 UNEVEN: dict[str, Any] = {"uneven_paths": True}
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("counts", EVERY_COUNT, ids=str)
-def test_gradients_are_averaged_over_the_ranks_that_have_data_left(name: str, counts: tuple[int, ...]) -> None:
-    options = STRATEGIES[name] | UNEVEN
-    found = fsdp.simulate(4, lambda rank: trained(rank, counts, **options))
-    assert_close(unsharded(found, options), alone(counts))
-
-
-def test_accumulation_under_no_sync_too() -> None:
-    counts = (6, 2, 4, 2)
-    found = fsdp.simulate(4, lambda rank: trained(rank, counts, micro=2, **UNEVEN))
-    assert_close(unsharded(found, UNEVEN), alone(counts, micro=2))
 
 
 @pytest.mark.parametrize("options", [{}, UNEVEN], ids=["even", "uneven"])
@@ -58,8 +43,7 @@ def test_gradients_are_zeroed_outside_the_step_beside_accumulated_ones(
 
     wanted = train(None)
     for found in fsdp.simulate(2, train):
-        for name, value in wanted.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        assert_near(found, wanted)
 
 
 @on_ranks(2)
@@ -91,8 +75,7 @@ def test_ranks_without_data_need_no_batch_whatever_paths_others_take(seed: int) 
     found = fsdp.simulate(4, lambda rank: weights_after(rank, seed, 4, divides_by_all, zeroes), seed)
     assert len({forwards for _, forwards in found}) > 1
     for weights, _ in found:
-        for name, value in wanted.items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+        assert_near(weights, wanted)
 
 
 def test_each_rank_steps_by_itself_where_nothing_is_sharded() -> None:

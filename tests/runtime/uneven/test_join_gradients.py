@@ -13,6 +13,7 @@ from fsdp.runtime.uneven.data_left import GradVersions
 from tests.runtime.uneven.test_uneven_paths import EVEN, log, make
 from tests.support.paths import Branching, batch
 from tests.support.ranks import told
+from tests.support.states import assert_near
 
 JOINS = pytest.mark.parametrize("options", [{}, {"uneven_paths": True}], ids=["even", "uneven"])
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -82,8 +83,7 @@ def test_gradients_of_some_parameters_may_be_set_to_none_outside_the_step(
 def test_beside_gradients_that_are_accumulated_under_no_sync(options: dict[str, Any]) -> None:
     wanted = alone("zero_grad", accumulates=True)
     for found in fsdp.simulate(len(COUNTS), lambda rank: trained(rank, "zero_grad", accumulates=True, **options)):
-        for name, value in wanted.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        assert_near(found, wanted)
 
 
 @JOINS
