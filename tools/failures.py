@@ -122,10 +122,9 @@ def _root_callback(model: nn.Module, fault: Fault) -> None:
     reducer = unit_ref_of(model).engine.reducer  # type: ignore[union-attr]
     settle = reducer.settle
 
-    def settle_and_fail() -> bool:
-        if first := settle():
-            fault.fire()
-        return first
+    def settle_and_fail() -> None:
+        settle()
+        fault.fire()
 
     reducer.settle = settle_and_fail
 

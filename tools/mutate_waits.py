@@ -28,7 +28,6 @@ EXCEPT: Final = {
     "fsdp/comm/routed_group.py": "collectives of gloo, on the host",
     "fsdp/comm/simulated.py": "threads of simulated ranks, whose tensors are on the host",
     "fsdp/comm/simulated_group.py": "the same, through torch's groups",
-    "fsdp/comm/simulated_ops.py": "the same: what simulated ranks exchange",
     "fsdp/comm/work.py WorkBatch": "collectives of gloo, on the host",
     "fsdp/debug/delays.py": "it adds delays to the waits of other streams, and runs in tests alone",
     "fsdp/device/streams.py Streams": "it waits for nothing",

@@ -106,7 +106,7 @@ def attempt(model: Model, phase: str, fault: Fault, error: BaseException | None)
     x = x_of(dist.get_rank(), 1)
     with model.no_sync() if phase == "no_sync" else nullcontext():
         fault.armed = error if phase in ("forward", "no_sync") else None
-        loss = loss_of(model.module(x))
+        loss = loss_of(fault.in_loss(model.module(x)))
         fault.armed = fault.armed if phase == "no_sync" else error if phase != "forward" else None
         loss.backward()
 

@@ -4,11 +4,12 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
-from typing import Any, Final
+from itertools import accumulate, chain
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from fsdp.building.choose_units import Planned, buffers_of
@@ -327,49 +328,82 @@ def _is_plain(kind: Any) -> bool:
 def _lacks_memory(parameter: Tensor) -> bool:
     if parameter.is_meta or not parameter.numel():
         return False
-    spans = ((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-    return parameter.untyped_storage().size() < (parameter.storage_offset() + sum(spans) + 1) * parameter.element_size()
+    return parameter.untyped_storage().size() < (parameter.storage_offset() + _span(parameter)) * parameter.element_size()
+
+
+def _span(tensor: Tensor) -> int:
+    """The number of elements from the first to the last one in memory, with gaps."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+
+
+class _Extent(NamedTuple):
+    """Where a tensor lies."""
+
+    place: str | int
+    """A device, on which bytes are addresses, or a storage, in which they are counted from its first."""
+    begins: int
+    """The first byte."""
+    ends: int
+    """The byte after the last one; of a tensor with gaps the byte after its first element."""
+    name: str
+    is_trained: bool
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, is_trained: bool) -> "_Extent":
+        """On the device."""
+        size = tensor.nbytes if _span(tensor) == tensor.numel() else tensor.element_size()
+        return cls(str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + size, name, is_trained)
+
+    def reaches(self, later: "_Extent") -> bool:
+        """Whether one that does not begin earlier has a part of this memory."""
+        return self.place == later.place and self.ends > later.begins
+
+
+def _refuse_overlaps(extents: list[_Extent]) -> None:
+    """Put them in order, and raise ShardingError if two of them share memory, of which one is trained."""
+    extents.sort()
+    for widest, one in zip(accumulate(extents, _wider), extents[1:], strict=False):
+        if widest.reaches(one) and (widest.is_trained or one.is_trained):
+            raise ShardingError(
+                f"parameters {widest.name!r} and {one.name!r} are two objects over the same memory, so that one changes with the "
+                "other; tie them by assigning the same Parameter to both modules, or clone one."
+            )
+
+
+def _wider(one: _Extent, later: _Extent) -> _Extent:
+    """The one that ends last."""
+    return one if one.place == later.place and one.ends > later.ends else later
 
 
 def _check_shared_memory(plan: Sequence[Planned]) -> None:
     """Raise ShardingError if parameters that are trained share their memory, or a buffer has some of it.
 
-    Parameters would be sharded apart, and a buffer would stay as it is.
+    Parameters would be sharded apart, and a buffer would stay as it is. Those of units that were wrapped before have left the
+    memory that they shared.
     """
-    first: dict[tuple[str, int], tuple[str, bool]] = {}
-    trained: list[tuple[str, int, int, str]] = []
-    """The device, the first byte, the byte after the last one, and the name."""
-    for info in _not_sharded_yet(plan):
-        name, parameter = info.names[0], info.parameter
-        here = here_of(parameter)
-        if here.is_meta or not here.numel():
-            continue
-        device, begins, ends = _extent(here)
-        if parameter.requires_grad:
-            trained.append((device, begins, ends, name))
-        other, trains = first.setdefault((device, begins), (name, parameter.requires_grad))
-        if other != name and (trains or parameter.requires_grad):
-            raise ShardingError(
-                f"parameters {other!r} and {name!r} are two objects over the same memory, so that one changes with the other; "
-                "tie them by assigning the same Parameter to both modules, or clone one."
-            )
-    trained.sort()
+    new = [(info, here) for info in _not_sharded_yet(plan) if not (here := here_of(info.parameter)).is_meta and here.numel()]
+    extents = [_Extent.of(info.names[0], here, info.parameter.requires_grad) for info, here in new]
+    for (info, here), one in zip(new, extents, strict=True):
+        storage = here.untyped_storage()
+        first = storage.data_ptr()
+        info.memory = StorageWeakRef(storage), one.begins - first, one.ends - first  # type: ignore[no-untyped-call]
+    _refuse_overlaps(extents)
+    earlier = (info for one in plan if one.unit is not None for flat in one.unit.flats for info in flat.param_infos)
+    known = [(info, *info.memory) for info in (*(info for info, _ in new), *earlier) if info.memory is not None]
+    _refuse_overlaps(
+        [_Extent(ref.cdata, begins, ends, info.names[0], info.parameter.requires_grad) for info, ref, begins, ends in known]
+    )
+    trained = [one for one in extents if one.is_trained]
     for name, buffer in buffers_of(plan[0]):
         if is_lazy(buffer) or buffer.layout is not torch.strided or buffer.is_meta or not buffer.numel():
             continue
-        device, begins, ends = _extent(here_of(buffer))
-        before = bisect_left(trained, (device, ends)) - 1  # the last one that begins before the buffer ends
-        if before >= 0 and trained[before][0] == device and trained[before][2] > begins:
+        extent = _Extent.of(name, here_of(buffer), is_trained=False)
+        before = bisect_left(trained, (extent.place, extent.ends)) - 1  # the last one that begins before the buffer ends
+        if before >= 0 and trained[before].reaches(extent):
             raise ShardingError(
-                f"buffer {name!r} is over the memory of parameter {trained[before][3]!r}, which is trained and sharded: the "
+                f"buffer {name!r} is over the memory of parameter {trained[before].name!r}, which is trained and sharded: the "
                 "buffer would stay as it is now. Read the parameter in the forward, or clone it for the buffer."
             )
-
-
-def _extent(tensor: Tensor) -> tuple[str, int, int]:
-    """The device, the first byte and the byte after the last one; of a tensor with gaps the first element alone."""
-    begins = tensor.data_ptr()
-    return str(tensor.device), begins, begins + (tensor.nbytes if tensor.is_contiguous() else tensor.element_size())
 
 
 def _not_sharded_yet(plan: Sequence[Planned]) -> Iterator[ParamInfo]:

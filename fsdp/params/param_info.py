@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp.comm.context import CommContext
 
@@ -15,7 +16,10 @@ from fsdp.comm.context import CommContext
 class ParamInfo:
     """One parameter of a unit, its names, and every module attribute that holds it."""
 
-    __slots__ = ("_slots", "comms", "joint_mesh", "keeps_dtype", "kept_accumulator", "mesh", "names", "parameter", "shard_dim")
+    __slots__ = (
+        *("_slots", "comms", "joint_mesh", "keeps_dtype", "kept_accumulator"),
+        *("memory", "mesh", "names", "parameter", "shard_dim"),
+    )
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
@@ -33,6 +37,8 @@ class ParamInfo:
         """The communicators over `mesh`."""
         self.keeps_dtype = False
         """Whether the parameter computes in its own dtype, whatever mixed precision says."""
+        self.memory: tuple[StorageWeakRef, int, int] | None = None
+        """The storage in which the parameter was before it was sharded, its first byte there, and the byte after the last one."""
         self.kept_accumulator: Any = None
         """The AccumulateGrad node of the parameter from before it was sharded, if some other code keeps it."""
 

@@ -168,7 +168,7 @@ class Bucket:
             self._tracker.add("kept", size_of(accumulated.unsharded))
             accumulated.show(self._local_part(i, accumulated.unsharded))
             return
-        param = self.flat.sharded_params[i]
+        param, gradient = self.flat.sharded_params[i], gradient.to(self.buffer.dtype)
         # `.data` has a count of changes of its own: what autograd accumulates is no change by the user
         local, home = self._local_part(i, gradient.data), self.flat.home
         is_complete = self.flat.num_shards == 1 and form is SUMMED and local.dtype is param.dtype
@@ -242,7 +242,7 @@ class Bucket:
         used = []
         for i, (places, gradient) in enumerate(zip(views, gradients, strict=True)):
             accumulated = None if remainder else self.accumulated.get(i)
-            given = (gradient, None if accumulated is None else accumulated.unsharded)
+            given = (None if accumulated is None else accumulated.unsharded, gradient)
             summands = [flat.wire.parts_of(i, self._to_dense(i, one)) for one in given if one is not None]
             used.append(used_before[i] or bool(summands))
             for number, view in enumerate(places):
@@ -375,8 +375,8 @@ class Bucket:
         return dense(gradient)
 
     def _to_accumulate(self, i: int, gradient: Tensor) -> Tensor:
-        """A gradient in the form in which it is accumulated."""
-        return self._to_dense(i, gradient).to(self.buffer.dtype)
+        """A gradient in the form in which it is accumulated, which may have another dtype: it is rounded once, as a sum."""
+        return self._to_dense(i, gradient)
 
     def _local_part(self, i: int, gradient: Tensor) -> Tensor:
         """This rank's part of an unsharded gradient."""

@@ -345,6 +345,7 @@ class AccumulateGradChecks:
             if self._unit.replaces_params or id(info.parameter) in self._relayed:
                 continue
             if _keeps_accumulator(info.parameter):
+                self._unit.check_modules()  # torch's prune keeps it, and says so by another name of the parameter
                 raise ShardingError(
                     f"somebody keeps the node that accumulates the gradient of {info.names[0]!r} in unit {self._unit.name!r}. "
                     "It is that of a shard, and gets no gradient. Either a loss term on the weights was computed before the "

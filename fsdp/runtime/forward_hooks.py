@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
@@ -248,7 +249,8 @@ class ForwardHooks(RefuseCopy):
         Refuse the parameters of the unit among them.
         """
         keys = self._unit.keys
-        returned = with_tangents([output] if isinstance(output, Tensor) else list(tensors_in(output)))
+        is_one = isinstance(output, Tensor) and forward_ad._current_level < 0
+        returned = [output] if is_one else with_tangents(list(tensors_in(output)))
         left = self._side_outputs.attributes()
         for tensor in (*returned, *left):
             if storage_key(tensor) in keys:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fsdp
+from fsdp.compat.fully_shard import fully_shard as by_fsdp2
 from tests.support.models import loss_of, two_layers
 from tests.support.ranks import on_ranks, refused_everywhere
 
@@ -138,6 +139,20 @@ def test_two_parameters_over_one_memory_are_named(rank: int, size: int, bad: tup
     if rank in bad:
         model[1].weight = nn.Parameter(model[0].weight.data)
     fsdp.fully_shard(model)
+
+
+@pytest.mark.parametrize("wrap", ["in one call", "from inside", "by FSDP2's names"])
+@pytest.mark.parametrize("shared", [slice(None), slice(1, None)], ids=["all of it", "some rows"])
+@on_ranks(2)
+def test_parameters_that_share_memory_are_refused_in_one_call_or_several(rank: int, shared: slice, wrap: str) -> None:
+    model = two_layers()
+    model[0].weight.requires_grad_(False)
+    model[1].weight = nn.Parameter(model[0].weight.data[shared])
+    door = by_fsdp2 if wrap == "by FSDP2's names" else fsdp.fully_shard
+    with pytest.raises(fsdp.ShardingError, match=r"weight' are two objects over the same memory"):
+        for layer in () if wrap == "in one call" else model:
+            door(layer)
+        door(model)
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -320,3 +320,17 @@ def test_precision_reaches_into_dataclasses() -> None:
         return fsdp.fully_shard(ReturnsADataclass(2, 2), mp_policy=policy)(Result(torch.ones(1, 2), "x"))
 
     assert [(one.value.dtype, one.name) for one in simulate(2, one_rank)] == [(torch.float32, "x")] * 2
+
+
+@on_ranks(2)
+def test_a_gradient_that_is_added_to_those_kept_under_no_sync_is_rounded_once(rank: int) -> None:
+    """As FSDP2 does: the sum of what is kept in the reduce dtype and of a gradient in that of the parameters."""
+    model = fsdp.fully_shard(nn.Linear(64, 1, bias=False), mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=BF16))
+    batches = torch.randn(3, 1, 64, generator=torch.Generator().manual_seed(0))
+    for number, x in enumerate(batches):
+        with fsdp.no_sync(model) if number < 2 else nullcontext():
+            model(x).sum().backward()
+    kept = batches[0].to(BF16)
+    for x in batches[1:]:
+        kept = (kept.float() + x).to(BF16)
+    assert torch.equal(fsdp.full_tensor(model.weight.grad), kept.float())

@@ -151,7 +151,7 @@ def test_ranks_that_wait_on_different_communicators_for_ever() -> None:
                 for channel in comms.values():
                     channel.check_call("call", "a", 64)
             note = comms[last].check_call("call", "a", 64)
-            WatchedWork(NeverDone(detector._peers), detector, note).wait()
+            WatchedWork(NeverDone(detector.peers), detector, note).wait()
 
         return program
 
@@ -175,7 +175,7 @@ def test_after_a_disagreement_every_call_says_so() -> None:
     with pytest.raises(fsdp.WorldError, match="The ranks disagree"):
         gathers.check_call("all_gather", "a", 64)
     with pytest.raises(fsdp.WorldError, match="The ranks disagree"):
-        WatchedWork(NeverDone(detector._peers), detector, lambda: PendingCall("shard", 1, "a", "", {})).wait()
+        WatchedWork(NeverDone(detector.peers), detector, lambda: PendingCall("shard", 1, "a", "", {})).wait()
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -189,7 +189,7 @@ def test_a_rank_that_leaves_the_agreed_schedule_gets_an_error_with_it_and_with_t
             for _ in range(4):
                 for unit in ("a", "b"):
                     gathers.check_call("all_gather", unit, 64)
-            WatchedWork(NeverDone(detector._peers), detector, gathers.check_call("all_gather", then, 64)).wait()
+            WatchedWork(NeverDone(detector.peers), detector, gathers.check_call("all_gather", then, 64)).wait()
 
         return program
 
@@ -407,7 +407,7 @@ def test_a_rank_that_begins_again_is_named_and_nobody_is_in_trouble(others: str)
             for _ in range(4):
                 for one in comms.values():
                     one.check_call("call", "a", 64)
-            WatchedWork(NeverDone(detector._peers), detector, comms[channel].check_call(kind, unit, 64)).wait()
+            WatchedWork(NeverDone(detector.peers), detector, comms[channel].check_call(kind, unit, 64)).wait()
 
         return program
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.join import Join
+from torch.nn.utils import prune
 
 import fsdp
 from fsdp.compat import apex, ddp
@@ -181,6 +182,14 @@ def test_a_pickle_is_refused_with_what_can_be_saved(rank: int) -> None:
     model = ddp.DistributedDataParallel(Net())
     with pytest.raises(fsdp.ShardingError, match=r"a module holds the engine of its process: save model.state_dict\(\)"):
         torch.save(model.module, io.BytesIO())
+
+
+@on_ranks(2)
+def test_a_weight_that_is_pruned_after_wrapping_is_named(rank: int) -> None:
+    model = ddp.DistributedDataParallel(nn.Linear(3, 2))
+    prune.l1_unstructured(model.module, "weight", 0.5)  # type: ignore[no-untyped-call]
+    with pytest.raises(fsdp.ShardingError, match=r"Linear.weight in unit 'Linear' was taken away after wrapping"):
+        model(torch.ones(2, 3))
 
 
 @on_ranks(2)
