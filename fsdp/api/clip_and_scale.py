@@ -13,11 +13,10 @@ from fsdp.comm.communicator import Communicator
 from fsdp.comm.open_communicators import Mesh, open_comms
 from fsdp.config import MeshKind
 from fsdp.errors import ShardingError
-from fsdp.params.shown_params import owning_unit
-from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.registry import collective_call, engines_in, refusal, refuse_unless_resting, unit_ref_of
-from fsdp.shards.dtensors import local_of
+from fsdp.runtime.registry import collective_call, engines_in, refusal, refuse_unless_resting
+from fsdp.runtime.steps import engines_of
+from fsdp.shards.dtensors import agree_on_meshes, local_of
 from fsdp.shards.shard_parameter import EmptyShardParameter
 from fsdp.shards.shard_tensor import local_operators, plain
 
@@ -152,7 +151,11 @@ def _power_of(norm_type: float) -> float:
 
 
 def _comm_of_stages(caller: str, model: nn.Module, pp_mesh: Mesh) -> Communicator:
-    """The communicator of the stages of a pipeline, of which no two ranks have parts of one."""
+    """The communicator of the stages of a pipeline.
+
+    Raises:
+        ShardingError: ranks of the mesh have parts of the same stage.
+    """
     comm = open_comms(None, pp_mesh, MeshKind.SHARD).world_comm
     of_one_stage = sorted({*comm.ranks} & {*engines_in(model, caller)[0].comms.joint.ranks})
     if len(of_one_stage) > 1:
@@ -211,10 +214,10 @@ def let_scalers_agree() -> None:
     together = torch._amp_foreach_non_finite_check_and_unscale_
 
     def by_kind(gradients: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-        kinds: dict[bool, list[Tensor]] = {}
+        kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
         for gradient in gradients:
-            kinds.setdefault(local_of(gradient) is None, []).append(gradient)
-        for of_kind in kinds.values():
+            kinds[local_of(gradient) is None].append(gradient)
+        for of_kind in filter(None, kinds):
             together(of_kind, found_inf, inv_scale)
 
     setattr(torch, together.__name__, by_kind)
@@ -222,28 +225,26 @@ def let_scalers_agree() -> None:
     unscale = scaler._unscale_grads_
 
     @wraps(unscale)
-    def agreed(self: Any, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, Tensor]:
-        found: dict[torch.device, Tensor] = unscale(self, optimizer, *args)
-        if not isinstance(self, ShardedGradScaler):  # which asks by itself, also where this rank has no gradient
-            _agree_on_overflow(found, _ranks_to_ask(optimizer))
+    def agreed(
+        self: Any, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
+        if isinstance(self, ShardedGradScaler):
+            return found  # it asks by itself
+        engines, others = engines_of(optimizer)
+        if engines and not found:  # this rank has no gradient, and the other ranks still call the collective
+            found = {found_inf.device: torch.zeros_like(found_inf)}
+        _agree_on_overflow(found, engines)
+        agree_on_meshes(found.values(), others)
         return found
 
     scaler._unscale_grads_ = agreed
 
 
-def _ranks_to_ask(optimizer: torch.optim.Optimizer) -> list[Communicator]:
-    """Those of the roots of an optimizer's parameters; none if the ranks that share its shards are the same for all of them."""
-    owners = (owning_unit(p) for group in optimizer.param_groups for p in group["params"])
-    refs = (unit_ref_of(owner.module) for owner in owners if isinstance(owner, Unit))
-    comms = dict.fromkeys(ref.engine.comms for ref in refs if ref is not None)
-    several = len(comms) > 1 or any(one.inner or one.across is not None for one in comms)
-    return [*dict.fromkeys(one.joint for one in comms)] if several else []
-
-
-def _agree_on_overflow(found: dict[torch.device, Tensor], comms: Sequence[Communicator]) -> None:
-    """Let each flag be 1 if it is on a rank of `comms`. Communicates."""
+def _agree_on_overflow(found: dict[torch.device, Tensor], engines: Sequence[Engine], *others: Communicator) -> None:
+    """Let each flag be 1 if it is on a rank of these roots, or of the other communicators. Communicates."""
     for flag in found.values():
-        for comm in comms:
+        for comm in dict.fromkeys((*(engine.comms.joint for engine in engines), *others)):
             comm.all_reduce(flag, "max", "found inf").wait()
 
 
@@ -273,15 +274,15 @@ class ShardedGradScaler(torch.amp.GradScaler):
         enabled: bool = True,
         pp_mesh: Mesh | None = None,
     ) -> None:
-        engines = engines_in(model, "ShardedGradScaler")
-        self._found_on = engines[0].units[0].shard_device
+        self._engines = engines_in(model, "ShardedGradScaler")
+        self._found_on = self._engines[0].units[0].shard_device
         kind = device or self._found_on.type
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self._comms = [*dict.fromkeys(engine.comms.joint for engine in engines)]
+        self._stages: tuple[Communicator, ...] = ()
         self.asks_stages = pp_mesh is not None
         """Whether all stages of a pipeline skip a step together."""
         if pp_mesh is not None:
-            self._comms.append(_comm_of_stages("ShardedGradScaler", model, pp_mesh))
+            self._stages = (_comm_of_stages("ShardedGradScaler", model, pp_mesh),)
             if self.is_enabled():  # torch makes the scale in `scale`, which is called on the stage of the loss alone
                 self._lazy_init_scale_growth_tracker(self._found_on)
 
@@ -293,5 +294,5 @@ class ShardedGradScaler(torch.amp.GradScaler):
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if not found:  # this rank holds no gradient of this optimizer, and the other ranks still call the collective
             found = {self._found_on: torch.zeros((), device=self._found_on)}
-        _agree_on_overflow(found, self._comms)
+        _agree_on_overflow(found, self._engines, *self._stages)
         return found

@@ -30,9 +30,10 @@ class _Shard(NamedTuple):
 
 
 def refuse_compiled_autograd() -> NoReturn:
+    """Refuse a backward that would skip what the engine does in it."""
     raise ShardingError(
         "a backward under compiled autograd: it is traced with other tensors, and the gathers and reductions of sharded modules "
-        "would not run in it. Call backward() outside, or set torch._dynamo.config.compiled_autograd = False."
+        "would not run in it. Leave compiled autograd out: torch._dynamo.config.compiled_autograd = False."
     )
 
 

@@ -1,4 +1,4 @@
-"""Shows the calls of autograd's engine that name their inputs to a function.
+"""Shows the calls of autograd's engine that name their inputs to a function, and refuses compiled autograd of units.
 
 A loss leads to unsharded parameters, never to shards. For `torch.autograd.grad` and `backward(inputs=...)` of shards the engine
 finds no path, runs no node and returns None, so no hook of torch can notice such a call.
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp.autograd.dynamo import uncompiled
+from fsdp.autograd.visits import leads_to_a_unit
 
 _ENGINE: Final = "_engine_run_backward"
 """The function in `torch.autograd` through which both `grad` and `backward` call the engine. Tracing replaces it too."""
@@ -46,13 +47,14 @@ class Answered(Exception):  # not an error
 def intercept_engine_calls(translate: Callable[[EngineCall], tuple[Any, ...]], refuse: Callable[[], NoReturn]) -> None:
     """From now on, let `translate` choose the inputs of each call that names inputs, or answer it by raising `Answered`.
 
-    A call without inputs costs one call of Python more. `refuse` raises an error under compiled autograd. Idempotent.
+    A call without inputs costs one call of Python more. `refuse` raises an error: a graph with units is run by compiled
+    autograd. Idempotent.
     """
     run: Callable[..., Any] = getattr(torch.autograd, _ENGINE)
     if hasattr(run, _MARK):
         return
 
-    @uncompiled
+    @uncompiled  # a compiled function that calls `backward` would trace the hooks of the engine
     @wraps(run)
     def run_translated(
         outputs: Any,
@@ -63,8 +65,8 @@ def intercept_engine_calls(translate: Callable[[EngineCall], tuple[Any, ...]], r
         allow_unreachable: bool = False,
         accumulate_grad: bool = False,
     ) -> Any:
-        compiler = sys.modules.get(_COMPILED_AUTOGRAD)
-        if compiler is not None and compiler.compiled_autograd_enabled:
+        # while a thread imports the compiler, its module has no such attribute
+        if getattr(sys.modules.get(_COMPILED_AUTOGRAD), "compiled_autograd_enabled", False) and leads_to_a_unit(outputs):
             refuse()
         if inputs:
             call = EngineCall(outputs, output_grads, retain_graph, create_graph, inputs, accumulate_grad, allow_unreachable)

@@ -30,12 +30,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from fsdp.autograd.cast import Cast
@@ -321,7 +321,7 @@ class NodePrehook:
         """The ids of the unit hooks whose units are reached through this node."""
         self.leaves: list[tuple[weakref.ref[BackwardPath], Callable[[BackwardPath, Sequence[Tensor | None]], None]]] = []
         self.reaches: list[tuple[Any, Callable[[Any, Sequence[Tensor | None]], None]]] = []
-        """What is called with a path, or with paths, that it keeps alive. It may know a path weakly."""
+        """What is called, and with what: a path, a list of paths, or a path that the hook does not keep alive."""
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:
         for known, call in (*self.leaves, *self.reaches):
@@ -371,8 +371,26 @@ def with_tangents(tensors: list[Tensor]) -> list[Tensor]:
     """These tensors and, where forward-mode differentiation runs, their tangents: a backward comes to those too."""
     if forward_ad._current_level < 0:
         return tensors
-    tangents = [forward_ad.unpack_dual(tensor).tangent for tensor in tensors]  # type: ignore[no-untyped-call]
-    return tensors + [tangent for tangent in tangents if tangent is not None]
+    return tensors + [tangent for tensor in tensors if (tangent := _tangent_of(tensor)) is not None]
+
+
+def _tangent_of(tensor: Tensor) -> Tensor | None:
+    try:
+        return forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-any-return, no-untyped-call]
+    except (NotImplementedError, RuntimeError, TypeError):  # of a layout or a class that has none
+        return None
+
+
+def leads_to_a_unit(outputs: Sequence[Any]) -> bool:
+    """Whether a backward from these tensors or edges enters a unit."""
+    todo = {one.node if isinstance(one, GradientEdge) else one.grad_fn for one in outputs} - {None}
+    seen: set[Node] = set()
+    while todo:
+        seen |= todo
+        if any(NodePrehook.KEY in cast(Any, node.metadata) for node in todo):
+            return True
+        todo = {following for node in todo for following, _ in node.next_functions} - seen - {None}
+    return False
 
 
 def of_this_thread(args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> tuple[Any, Any] | None:

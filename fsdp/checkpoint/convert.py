@@ -217,4 +217,6 @@ def _to_safetensors(tensors: dict[str, Any], out: Path, limit: int) -> None:
         writer = Writer(working, files, ALONE, Progress("convert", False, 0))
         for name, value in tensors.items():
             writer.take(name, _read(value))
+            if writer.failure is not None:
+                break
         writer.finish()

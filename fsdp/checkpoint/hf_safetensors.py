@@ -159,7 +159,8 @@ class Writer:
         """The rank that writes the file of each tensor."""
         self._missing = {number: len(tensors) for number, tensors in enumerate(files)}
         self._held: dict[int, dict[str, Tensor]] = {}
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
+        """What has first kept this rank from writing a file."""
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Keep a copy of a full tensor if this rank writes its file."""
@@ -178,12 +179,12 @@ class Writer:
         try:
             save_file(self._held.pop(number), self._working / self._names[number], metadata={"format": "pt"})
         except Exception as error:  # the other ranks are in a gather, so `finish` raises it
-            self._failure = error
+            self.failure = self.failure or error
 
     def finish(self) -> None:
         """Let rank 0 write the index of the files, if there are several. Raise what has kept this rank from writing a file."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         if self._rank == 0 and len(self._names) > 1:
             weights = {name: self._names[number] for name, number in self._files.items()}
             index = {"metadata": {"total_size": self._total}, "weight_map": weights}

@@ -1,6 +1,6 @@
 """The one interface for collectives.
 
-Rule 1: only methods of `Communicator` communicate, and each of them always does.
+Rule 1: only methods of a `Communicator` communicate. Its subclasses override each of them, and what they do is sent always.
 Rule 2: every rank of a communicator calls the same methods in the same order.
 Rule 3: a rank that is alone has a communicator too, so callers need not ask for the number of ranks.
 """
@@ -68,7 +68,7 @@ class Communicator:
         return False
 
     def reduce_scatter_coalesced(self, buckets: Sequence[Tensor], into: Sequence[Tensor], label: str) -> Work:
-        """`reduce_scatter` each bucket, where the backend supports that all as one operation of it."""
+        """`reduce_scatter` each bucket: as one operation of the backend where that supports it, else one after the other."""
         return Works([self.reduce_scatter(bucket, chunk, label) for bucket, chunk in zip(buckets, into, strict=True)])
 
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp.comm import simulated
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.context import JOINT_NAME, REDUCE_NAME, REPLICA_NAME, SHARD_NAME, WORLD_NAME, CommContext, Lane, lane_name
-from fsdp.comm.dtensor_mesh import is_part, ranks_of
+from fsdp.comm.dtensor_mesh import is_part
 from fsdp.comm.failure.joint_waits import JointWaits
 from fsdp.comm.failure.peer_monitor import ROUTED, PeerMonitor, at_end
 from fsdp.comm.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
@@ -101,7 +101,7 @@ def open_comms(process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int = 
     replicas: Any = None
     world: Any = None
     if process_group is not SINGLE_RANK:
-        find = _groups if here is None else partial(_simulated_ranks, here)
+        find = _process_groups if here is None else partial(_simulated_ranks, here)
         shards, replicas, world = find(process_group, mesh, mesh_kind)
 
     def comm(name: str, among: Any, apart: bool = True) -> Communicator:
@@ -211,12 +211,12 @@ def _simulated_ranks(here: simulated.SimulatedRank, process_group: Any, mesh: An
         world = tuple(range(here.size))
     else:
         replicas, shards = (tuple(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in (0, 1))
-        world = ranks_of(mesh)
+        world = tuple(mesh.mesh.flatten().tolist())
     return shards if len(shards) > 1 else None, replicas if len(replicas) > 1 else None, world
 
 
-def _groups(process_group: Any, mesh: Any, mesh_kind: MeshKind) -> tuple[Any, Any, Any]:
-    """As `_simulated_ranks`, over process groups."""
+def _process_groups(process_group: Any, mesh: Any, mesh_kind: MeshKind) -> tuple[Any, Any, Any]:
+    """The groups of the ranks that share the shards of this one, of those that hold the same shards, and of all. None: alone."""
     if dist.is_initialized() and c10d._get_default_group() in _of_parent:
         raise ShardingError(FORKED)
     if mesh_kind is not MeshKind.HYBRID:
@@ -225,7 +225,7 @@ def _groups(process_group: Any, mesh: Any, mesh_kind: MeshKind) -> tuple[Any, An
     if isinstance(mesh, tuple | list):
         replicas, shards = _groups_of_shape(tuple(mesh))
         return shards, replicas, _group_of(shards, tuple(range(dist.get_world_size())))
-    return mesh.get_group(1), mesh.get_group(0), _group_of(mesh.get_group(1), ranks_of(mesh))
+    return mesh.get_group(1), mesh.get_group(0), _group_of(mesh.get_group(1), tuple(mesh.mesh.flatten().tolist()))
 
 
 def _group_of(row: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:

@@ -12,12 +12,10 @@ from fsdp.reduction.bucket import Bucket
 
 _LOCAL_USED: Final = attrgetter("local_used")
 _NBYTES: Final = attrgetter("nbytes")
-
-
-_NUMBERS: Final = (
-    *("number", "forward_s", "backward_s", "gathers", "gather_bytes", "gather_wait_s", "reductions", "reduce_bytes"),
-    *("reduce_wait_s", "period_s"),
-)
+_ZEROS: Final[dict[str, float]] = {
+    **dict.fromkeys(("number", "gathers", "gather_bytes", "reductions", "reduce_bytes"), 0),
+    **dict.fromkeys(("forward_s", "backward_s", "gather_wait_s", "reduce_wait_s", "period_s"), 0.0),
+}
 """The numbers of one step of one root on one rank: its forwards and backwards, up to the backward that reduces.
 
 Times are host times. The period is from the first forward of the step before: with the optimizer and the data loader.
@@ -55,7 +53,7 @@ class StepStats:
         self._gather_sizes = [(len(sizes), sum(sizes)) for sizes in gather_sizes]
         """For each unit, the number of its all-gathers and the bytes that they fill."""
         self._tracker = tracker
-        self._last: dict[str, float] = dict.fromkeys(_NUMBERS, 0)
+        self._last: dict[str, float] = {**_ZEROS}
         """The last step that was completed."""
         self._step = {**self._last}
         """The step that runs."""
@@ -72,7 +70,7 @@ class StepStats:
         now = perf_counter()
         if is_forward and not self._is_open and torch.is_grad_enabled():
             self._began, self._is_open = now, True
-            self._step = dict.fromkeys(_NUMBERS, 0)
+            self._step = {**_ZEROS}
         if not is_forward:
             self._step["forward_s"] += now - self._pass_began
             self._reductions_began, self._launches = now, []
@@ -86,11 +84,11 @@ class StepStats:
         self._step["gathers"] += count
         self._step["gather_bytes"] += size
 
-    def wait(self, number: str, wait: Callable[[], None]) -> None:
-        """Call `wait`, which waits for a collective, and add its time to a number of the step."""
+    def wait(self, name: str, until_done: Callable[[], None]) -> None:
+        """Call `until_done`, which waits for a collective, and add its time to the number `name` of the step."""
         began = perf_counter()
-        wait()
-        self._step[number] += perf_counter() - began
+        until_done()
+        self._step[name] += perf_counter() - began
 
     def add_launch(self, buckets: Sequence[Bucket], ready: float) -> None:
         """Add a reduction; `ready` is when the last of its buckets became ready (`time.perf_counter`)."""

@@ -3,7 +3,6 @@
 import time
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Final
 
 from fsdp.autograd.frames import GRAD, backward_caller, in_backward, in_split_backward
@@ -13,6 +12,12 @@ from state_machine import BackwardEvent, Root
 
 UNWINDING: Final = 5.0
 """Seconds that a thread of autograd may take to drop the graph task of a backward that has failed, and its graph."""
+
+
+class _End:
+    """Whether the final callback of a backward has been called or dropped, and has done its work."""
+
+    is_over = False
 
 
 class FinalCallback:
@@ -25,7 +30,7 @@ class FinalCallback:
 
     __slots__ = ("_end", "_number", "_on_ended", "_on_failed", "_root")
 
-    def __init__(self, root: Root, on_ended: Callable[[], None], on_failed: Callable[[], None], end: SimpleNamespace) -> None:
+    def __init__(self, root: Root, on_ended: Callable[[], None], on_failed: Callable[[], None], end: "_End") -> None:
         self._root = root
         self._end = end
         self._on_ended = on_ended
@@ -95,12 +100,13 @@ class PendingBackward:
         """Whether the last forward made a graph, and no backward in which other ranks would wait has entered it."""
         self._graphs = 0
         """The number of calls of units whose graphs are alive."""
-        self._end = SimpleNamespace(is_over=True)
+        self._end = _End()
         """Whether the final callback of the last backward has been called or dropped, and has done its work. There was none."""
+        self._end.is_over = True
 
     def callback(self, root: Root, on_ended: Callable[[], None], on_failed: Callable[[], None]) -> FinalCallback:
         """The final callback of a backward that begins."""
-        self._end = SimpleNamespace(is_over=False)
+        self._end = _End()
         return FinalCallback(root, on_ended, on_failed, self._end)
 
     def await_end(self) -> None:

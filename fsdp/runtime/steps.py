@@ -72,6 +72,19 @@ def _refuse_unreduced(name: str, optimizer: Optimizer, kept: bool = True) -> Non
             )
 
 
+def engines_of(optimizer: Optimizer) -> tuple[list[Engine], list[nn.Parameter]]:
+    """The engines that have parameters of an optimizer, in the order of these, and the parameters that no engine has."""
+    left = {id(parameter): (number, parameter) for number, parameter in enumerate(_parameters_of(optimizer))}
+    found: dict[int, Engine] = {}
+    for engine in [*_engines]:
+        own = [
+            left.pop(key)[0] for key in [id(info.parameter) for unit in engine.units for info in unit.param_infos] if key in left
+        ]
+        if own:
+            found[min(own)] = engine
+    return [found[first] for first in sorted(found)], [parameter for _, parameter in left.values()]
+
+
 def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 

@@ -1,10 +1,10 @@
 """Torch's DTensors as shards, for code that looks at `placements`, `to_local()` and `full_tensor()`. See params/placement.py."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -187,6 +187,20 @@ def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
     for group in optimizer.param_groups:
         for cause in [p.__dict__[REPLACED] for p in group["params"] if REPLACED in p.__dict__]:
             raise ShardingError(f"{type(optimizer).__name__} {cause}")
+
+
+def agree_on_meshes(flags: Iterable[Tensor], parameters: Iterable[nn.Parameter]) -> None:
+    """Let each flag be the largest of all ranks that have a part of these DTensors, if a mesh has several dimensions.
+
+    With one dimension torch's operator has asked them. Communicates.
+    """
+    from torch.distributed.tensor import Partial
+
+    meshes = dict.fromkeys(cast(Any, one).device_mesh for one in parameters if local_of(one) is not None)
+    for mesh in meshes if any(mesh.ndim > 1 for mesh in meshes) else ():
+        for flag in flags:
+            parts = _dtensor_class().from_local(flag, mesh, [Partial("max")] * mesh.ndim, run_check=False)
+            flag.copy_(parts.full_tensor())
 
 
 @cache

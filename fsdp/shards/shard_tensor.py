@@ -63,9 +63,9 @@ def _new_of_size(name: str) -> Any:
     make = getattr(Tensor, name)
 
     def method(shard: "ShardTensor", *given: Any, **options: Any) -> Tensor:
-        info, given = shard.shard_info, (options.pop("size"), *given) if "size" in options else given
-        if not given:
-            raise TypeError(f"{name}() needs a size")
+        if bool(given) is ("size" in options):
+            raise TypeError(f"{name}() takes one size")
+        info, given = shard.shard_info, given or (options.pop("size"),)
         size, rest = (tuple(given[0]), given[1:]) if isinstance(given[0], Sequence) else (given, ())
         if name == "new_empty" and not size and "device" in options and info.shape:
             refuse_dcp(info)  # so torch's asynchronous save begins a copy, which would be an ordinary tensor

@@ -28,7 +28,10 @@ def entries(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def first_names(model: nn.Module) -> dict[int, str]:
     """The first name of each tensor in `entries`, by its id."""
-    return {id(tensor): name for name, tensor in reversed([*entries(model)])}
+    found: dict[int, str] = {}
+    for name, tensor in entries(model):
+        found.setdefault(id(tensor), name)
+    return found
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdp.comm.agreement import agree_and_share, agree_on_refusals
 from fsdp.comm.communicator import Communicator
-from fsdp.comm.joint_gather import broadcast_all, copy_from
+from fsdp.comm.joint_gather import broadcast_all
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call
 from fsdp.state_dict.fqns import IncompatibleKeys, check_names, check_values, extra_states, given_by, with_counts
@@ -174,8 +174,14 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, object] | No
                     _broadcast_range(param_range, shards, given, comm, unit.name)
     for name, value in loaded:
         if id(value) not in param_shards:
-            full = given[id(value)] if given else torch.empty(value.shape)
-            load_value(value, full if everywhere else copy_from(0, full.to(value.device, value.dtype), comm, name))
+            full = given.get(id(value), value)  # of a rank that gives nothing, what it overwrites
+            if not everywhere:
+                carrier = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                if comm.rank == 0:
+                    carrier.copy_(full)
+                broadcast_all([(0, carrier)], comm, name)
+                full = carrier
+            load_value(value, full)
     for name, module in extra_states(model).items():
         if name not in missing:
             extra = mine.get(name)

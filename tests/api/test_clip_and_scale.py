@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 import fsdp
+from fsdp.compat import fairscale
 from tests.support.models import CASES, Case, assert_close, join_all, local, loss_of, world_log, wrap
 from tests.support.ranks import on_ranks
 
@@ -124,6 +127,56 @@ def test_all_ranks_of_two_roots_leave_out_a_step(
     scaler.update()
     assert scaler.get_scale() == 2.0
     assert all(torch.equal(local(p), old) for p, old in zip(roots.parameters(), before, strict=True))
+
+
+class TakesFp16(torch.amp.GradScaler):
+    """Names an argument, as scalers of users do."""
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16=True)
+
+
+@pytest.mark.parametrize("wide_first", [True, False])
+@on_ranks(4)
+def test_ranks_whose_optimizers_have_other_roots_leave_out_a_step_together(rank: int, wide_first: bool) -> None:
+    """Ranks 0 and 1 train a second root, in which one of them finds an overflow."""
+    pair = dist.new_group([0, 1])
+    wide = fsdp.fully_shard(nn.Linear(4, 4))
+    narrow = [fsdp.fully_shard(nn.Linear(4, 4), process_group=pair)] if rank < 2 else []
+    roots = nn.ModuleList([wide, *narrow] if wide_first else [*narrow, wide])
+    optimizer, scaler = torch.optim.SGD(roots.parameters(), lr=0.1), TakesFp16("cpu", init_scale=4.0)
+    loss = wide(torch.ones(2, 4)).sum() + sum(one(torch.full((2, 4), math.inf if rank else 1.0)).sum() for one in narrow)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+
+
+@on_ranks(4)
+def test_a_rank_without_gradients_answers_those_that_ask_for_overflows(rank: int) -> None:
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    roots = nn.ModuleList([fsdp.fully_shard(nn.Linear(4, 4)), fsdp.fully_shard(nn.Linear(4, 4), process_group=rows[rank // 2])])
+    optimizer, scaler = torch.optim.SGD(roots.parameters(), lr=0.1), fairscale.ShardedGradScaler(init_scale=4.0)
+    loss = roots[1](torch.ones(1, 4)).sum() if rank < 2 else torch.zeros((), requires_grad=True) * 1
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+
+
+@on_ranks(4)
+def test_dtensors_of_no_unit_leave_out_a_step_together(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    fsdp.fully_shard(nn.Linear(4, 4), mesh=mesh["dp"])
+    places: list[tuple[DeviceMesh, list[Placement]]] = [(mesh["tp"], [Shard(0)]), (mesh, [Shard(0), Shard(1)])]
+    params = [nn.Parameter(distribute_tensor(torch.ones(4, 4), *one)) for one in places]
+    for p, one in zip(params, places, strict=True):
+        p.grad = DTensor.from_local(torch.full_like(local(p), math.inf if rank == 3 else 1.0), *one)
+    optimizer, scaler = torch.optim.SGD(params, lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
 
 
 @on_ranks(2)

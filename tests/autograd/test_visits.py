@@ -654,21 +654,35 @@ def test_a_hook_on_an_output_may_run_a_backward_through_the_unit(strategy: str) 
     assert_close(join_all(found, like), trained(sharded=False))
 
 
+class TwoArguments(nn.Module):
+    """Takes a second argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor, other: Tensor | None) -> Tensor:
+        return self.layers(x)
+
+
 @pytest.mark.parametrize("use", ["tangent", "both"])
 def test_a_backward_may_begin_at_a_tangent(use: str) -> None:
-    """Rank 0 alone computes one: ranks that are threads share the level of forward-mode differentiation."""
+    """Rank 0 alone computes one: ranks that are threads share the level of forward-mode differentiation.
+
+    What its unit gets beside it has a layout that knows no tangents.
+    """
 
     def loss_of(model: nn.Module, rank: int) -> Tensor:
         x = torch.linspace(-1, 1, 8).view(2, 4) + rank
         if rank == 1:
-            return model(x).pow(2).sum()
+            return model(x, None).pow(2).sum()
         with forward_ad.dual_level():
-            value, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
+            value, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)), torch.eye(2).to_sparse()))
         return (value + tangent if use == "both" else tangent).pow(2).sum()
 
     def make() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        return TwoArguments()
 
     def fn(rank: int) -> list[Tensor]:
         model = fsdp.fully_shard(make(), auto_wrap_policy={nn.Linear})
@@ -687,6 +701,10 @@ def test_compiled_autograd_is_refused_and_changes_nothing(rank: int) -> None:
     model = fsdp.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), auto_wrap_policy={nn.Linear})
     loss = model(torch.ones(2, 4)).sum()
     if rank == 0:  # torch's switch is one for all ranks that are threads
+        plain = nn.Linear(2, 2)
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            plain(torch.ones(1, 2)).sum().backward()  # of no unit
+        assert plain.weight.grad is not None
         with compiled_autograd._enable(torch.compile), pytest.raises(fsdp.ShardingError, match="under compiled autograd"):
             loss.backward()
     loss.backward()

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.checkpoint.test_load import loaded, save_trained
 from tests.support.faults import Evil
 from tests.support.models import CASES, make_net, wrap
 from tests.support.optimizers import assert_same
-from tests.support.processes import start_rank
+from tests.support.processes import run_module
 
 CASE = CASES["net"]
 
@@ -165,6 +166,16 @@ def test_a_file_of_torch_needs_numpy(
 
 
 def test_it_is_a_command(tmp_path: Path) -> None:
-    done = start_rank("fsdp", "inspect", tmp_path, output=(printed := tmp_path / "printed"))
-    assert done.wait(60) == 1
-    assert "has no .metadata: no finished checkpoint" in printed.read_text()
+    done = run_module("fsdp", "inspect", tmp_path)
+    assert done.returncode == 1
+    assert "has no .metadata: no finished checkpoint" in done.stderr
+
+
+def test_nothing_is_read_after_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch.save({f"w{number}": torch.ones(1000) for number in range(5)}, tmp_path / "a.pt")
+    refused = mock.Mock(side_effect=OSError("No space left on device"))
+    monkeypatch.setattr(safetensors, "save_file", refused)
+    arguments = ["convert", str(tmp_path / "a.pt"), str(tmp_path / "out"), "--to", "safetensors", "--max-shard-size", "4000"]
+    assert main(arguments) == 1
+    assert refused.call_count == 1

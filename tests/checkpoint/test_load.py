@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import fsdp
 from fsdp.checkpoint.dcp import StoredCheckpoint
 from fsdp.checkpoint.manifest import NAME, read_manifest
 from tests.support.everything import some
-from tests.support.models import CASES, Block, Case, Net, make_net, own_batches, train, wrap
+from tests.support.models import CASES, Block, Case, Net, make_net, own_batches, train, weights_of, wrap
 from tests.support.optimizers import OPTIMIZERS, ROWS, RowStatistics, assert_same, in_groups, trained, wrapped
 from tests.support.ranks import on_ranks
 
@@ -354,3 +355,29 @@ def test_files_are_limited_and_all_of_them_are_read(in_background: bool, tmp_pat
     (tmp_path / "a" / sorted(tensors)[-1]).unlink()
     with pytest.warns(UserWarning, match="is missing"):
         assert fsdp.latest(tmp_path) is None
+
+
+WAYS = {"NO_SHARD": {}, "HYBRID_SHARD": {"mesh": (2, 2)}, "FULL_SHARD": {}}
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"), [("NO_SHARD", "FULL_SHARD"), ("HYBRID_SHARD", "NO_SHARD"), ("FULL_SHARD", "HYBRID_SHARD")]
+)
+def test_ranks_that_hold_the_same_shards_save_them_once_and_load_them_all(saving: str, loading: str, tmp_path: Path) -> None:
+    case = CASES["tied"]
+
+    def fn(rank: int) -> None:
+        wanted = save_trained(rank, case, tmp_path / "a", sharding_strategy=saving, **WAYS[saving])
+        other, again = wrapped(case, in_groups, sharding_strategy=loading, **WAYS[loading])
+        assert fsdp.load(tmp_path / "a", other, again) == {"rank": rank}
+        assert_same((fsdp.full_state_dict(other), fsdp.full_optim_state_dict(other, again)), wanted)
+        third, mine = wrapped(case, in_groups, sharding_strategy=loading, **WAYS[loading])
+        fsdp.load_full_state_dict(third, wanted[0] if rank == 0 else None)
+        fsdp.load_full_optim_state_dict(third, mine, wanted[1] if rank == 0 else None)
+        assert_same((weights_of(third), fsdp.full_optim_state_dict(third, mine)), (weights_of(other), wanted[1]))
+
+    fsdp.simulate(4, fn)
+    for key, stored in StoredCheckpoint(tmp_path / "a").metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
+            written = sum(torch.Size(chunk.sizes).numel() for chunk in stored.chunks)
+            assert written == torch.Size(stored.size).numel(), f"{key} is there more than once"

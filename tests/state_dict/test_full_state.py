@@ -289,3 +289,14 @@ def test_values_outlive_the_model_and_the_memory_does_not_outlive_them(rank: int
     assert torch.equal(local(state["weight"]), wanted) and others
     del state
     assert memory() is None
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no such dtype")
+@on_ranks(2)
+def test_a_buffer_whose_dtype_no_other_can_be_converted_to_comes_from_rank_0(rank: int) -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("packed", torch.full((8,), rank, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
+    fsdp.fully_shard(model)
+    full = fsdp.full_state_dict(model)
+    fsdp.load_full_state_dict(model, full if rank == 0 else None)
+    assert not bool(model.packed.view(torch.uint8).any())

@@ -41,7 +41,7 @@ class FlattenParamsWrapper(Wrapper):
         multiple: a vector's length is rounded up to a multiple of this number.
     """
 
-    _held = _asked = "_fpw_module"
+    _fsdp_holds = _fsdp_answers = "_fpw_module"
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class FullyShardedDataParallel(Wrapper):
         ShardingError: an argument asks for what this engine does not have.
     """
 
-    _asked = "module"
+    _fsdp_answers = "module"
     _fsdp_keeps_engine = "call its summon_full_params() and copy what you need"
     """See `fsdp.runtime.registry.KEEPS_ENGINE`."""
 

@@ -101,12 +101,12 @@ class FSDPModule:
     def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
         """From now on, gather the units of `modules` whenever this one is gathered in a forward."""
         ref = _ref(self)
-        residence.prefetch(ref.engine.path.forward, ref, list(wrapped_ones(modules)))
+        residence.prefetch(ref.engine.path.forward, ref, refuse_unwrapped(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
         """From now on, gather the units of `modules` whenever this one is gathered in a backward."""
         ref = _ref(self)
-        residence.prefetch(ref.engine.path.backward, ref, list(wrapped_ones(modules)))
+        residence.prefetch(ref.engine.path.backward, ref, refuse_unwrapped(modules))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Do nothing: a backward gathers what it enters."""
@@ -276,12 +276,13 @@ def _refs(module: Any, recurse: bool) -> Iterator[UnitRef]:
             yield _ref(one)
 
 
-def wrapped_ones(modules: Iterable[Any]) -> Iterator[nn.Module]:
-    for module in modules:
+def refuse_unwrapped(modules: Iterable[Any]) -> list[nn.Module]:
+    """Return the modules if `fully_shard` has wrapped each; else raise ValueError."""
+    found = list(modules)
+    for module in found:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"expected modules that fully_shard has wrapped, not {type(module).__name__}.")
-        assert isinstance(module, nn.Module)
-        yield module
+    return found
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}

@@ -14,7 +14,7 @@ from fsdp.api import wrap as native
 from fsdp.building.builder import stay_on_meta
 from fsdp.building.choose_units import is_bare_container
 from fsdp.building.torch_policies import OFFLOADS, refuse_unknown_fields
-from fsdp.compat.fsdp2.module import FSDPModule, become_fsdp_module, wrapped_ones
+from fsdp.compat.fsdp2.module import FSDPModule, become_fsdp_module, refuse_unwrapped
 from fsdp.compat.fsdp2.move_module import convert_inside, follow_assignments
 from fsdp.compat.shared.instances import put_on
 from fsdp.errors import ShardingAssertion, ShardingError
@@ -164,4 +164,4 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     Raises:
         ValueError: one of `modules` is not wrapped.
     """
-    list(wrapped_ones(modules))
+    refuse_unwrapped(modules)

@@ -14,27 +14,28 @@ from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import UnitRef, unit_ref_of
 
 WRAPPED_NAME: Final = "_fsdp_wrapped_module."
+"""What FSDP1 and fairscale put before the names of a wrapped module's state dict."""
 
 
 class Wrapper(nn.Module):
     """Has the attributes and the items of the module in it, where it has none of that name itself."""
 
-    _held: ClassVar = "_fsdp_wrapped_module"
+    _fsdp_holds: ClassVar = "_fsdp_wrapped_module"
     """The attribute that torch stores the module under."""
-    _asked: ClassVar = "_fsdp_wrapped_module"
-    """The attribute whose value is asked."""
+    _fsdp_answers: ClassVar = "_fsdp_wrapped_module"
+    """The attribute whose value answers for the wrapper."""
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapped module if the wrapper has none of that name."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == self._held:
+            if name == self._fsdp_holds:
                 raise
-            return getattr(getattr(self, self._asked), name)
+            return getattr(getattr(self, self._fsdp_answers), name)
 
     def __getitem__(self, key: Any) -> Any:
-        return getattr(self, self._asked)[key]
+        return getattr(self, self._fsdp_answers)[key]
 
 
 def rename(state_dict: dict[str, Any], old: str, new: str) -> None:
