@@ -144,7 +144,7 @@ class BackwardHooks(RefuseCopy):
             if around.entered_in != hooks.visit.backward:
                 hooks.enter_from_inner_unit(around, path.has_grad_inputs)
         self._refuse_changed_parameters(path.versions)
-        self._engine.on_event(self._index, Event.PRE_BACKWARD)
+        self._passes.pre_backward(self._index)
         self.visit.reach(path)
         if torch.is_grad_enabled():
             # any of these units may have made the gradients
@@ -165,7 +165,7 @@ class BackwardHooks(RefuseCopy):
 
     def _pre_backward_again(self) -> None:
         """Enter the unit where no call is followed."""
-        self._engine.on_event(self._index, Event.PRE_BACKWARD)
+        self._passes.pre_backward(self._index)
         self.visit.reach_again()
 
     def _on_input_grad(self, path: BackwardPath, gradients: Sequence[Tensor | None]) -> None:
@@ -188,7 +188,7 @@ class BackwardHooks(RefuseCopy):
 
     def _post_backward(self) -> None:
         self.visit.take_grads()
-        self._engine.on_event(self._index, self._engine.root.post_backward_event())
+        self._passes.post_backward(self._index)
 
     def _refuse_changed_parameters(self, versions: int) -> None:
         if versions != self._unit.versions.now():
@@ -210,8 +210,7 @@ class BackwardHooks(RefuseCopy):
             if self.visit.lost_act is not None or torch.is_grad_enabled():
                 self._refuse_first_grad()
             self.visit.add_grad()
-            self._engine.on_event(self._index, Event.GRAD_ACCUMULATED)
-            self._unit.begin_pending()
+            self._passes.add_gradient(self._index)
         if early_bucket is not None:
             self._passes.add_early_gradient(early_bucket)
 

@@ -10,10 +10,10 @@ are in fsdp/runtime. In the order of a step:
     unshard            UNSHARD                                        requests to the Residency; prefetch (prefetch.py)
     all_gather         ALL_GATHER, an effect of the Residency         launch_gathers.py, fsdp/params/unit.py, fsdp/comm
     post_forward       forward_hooks.py, after a unit's forward       POST_FORWARD: RESHARD. Then the hook hooks the outputs
-    (an event)         backward_hooks.py, as autograd enters a unit   PRE_BACKWARD: UNSHARD
+    pre_backward       backward_hooks.py, as autograd enters a unit   PRE_BACKWARD: UNSHARD
     begin_backward     JOIN_BACKWARD, of the first unit               the kind of the backward; its final callback
-    (an event)         backward_hooks.py, at a unit's first gradient  GRAD_ACCUMULATED
-    (an event)         backward_hooks.py, when autograd has left      POST_BACKWARD: RESHARD, REDUCE_GRADS (fsdp/reduction)
+    add_gradient       backward_hooks.py, at a unit's first gradient  GRAD_ACCUMULATED
+    post_backward      backward_hooks.py, when autograd has left      POST_BACKWARD: RESHARD, REDUCE_GRADS (fsdp/reduction)
     finalize_backward  the final callback (backward_end.py)           FINAL_CALLBACK for all units: FLUSH_GRADS, then COMMIT
     commit             COMMIT                                         waits for all reductions once; `.grad` of the shards
 """
@@ -245,6 +245,10 @@ class Passes:
 
     # backward -----------------------------------------------------------------------------
 
+    def pre_backward(self, index: int) -> None:
+        """Autograd is about to enter a unit."""
+        self.engine.on_event(index, Event.PRE_BACKWARD)
+
     def begin_backward(self, index: int) -> None:
         """The first unit joins a backward: find out its kind, queue its final callback, and prefetch what it needs first."""
         engine, calls = self.engine, self.engine.forward.calls
@@ -285,6 +289,11 @@ class Passes:
         """Call `callback` at the end of the current graph task: of the backward, or of a reentrant checkpoint in it."""
         Variable._execution_engine.queue_callback(callback)
 
+    def add_gradient(self, index: int) -> None:
+        """The first gradient of a unit was accumulated."""
+        self.engine.on_event(index, Event.GRAD_ACCUMULATED)
+        self._units[index].begin_pending()
+
     def add_early_gradient(self, bucket: int) -> None:
         """A gradient of an early bucket was accumulated: launch the bucket if that was the last one."""
         # a reentrant checkpoint may accumulate a second gradient in the same parameter
@@ -294,6 +303,10 @@ class Passes:
             except BaseException as failure:
                 self.engine.fail(failure, self._reducer.buckets[bucket].unit)
                 raise
+
+    def post_backward(self, index: int) -> None:
+        """Autograd has left a unit, whose gradients are complete."""
+        self.engine.on_event(index, self._root.post_backward_event())
 
     def finalize_backward(self) -> None:
         """End the backward: reduce what is left, wait for all reductions, and put the gradients into `.grad`."""
