@@ -279,12 +279,13 @@ class ShardedGradScaler(torch.amp.GradScaler):
         kind = device or self._found_on.type
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._stages: tuple[Communicator, ...] = ()
+        if self.is_enabled():
+            # torch makes the scale in `scale`, which not every rank may call: a stage without the loss, a rank without data
+            self._lazy_init_scale_growth_tracker(self._found_on)
         self.asks_stages = pp_mesh is not None
         """Whether all stages of a pipeline skip a step together."""
         if pp_mesh is not None:
             self._stages = (_comm_of_stages("ShardedGradScaler", model, pp_mesh),)
-            if self.is_enabled():  # torch makes the scale in `scale`, which is called on the stage of the loss alone
-                self._lazy_init_scale_growth_tracker(self._found_on)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fsdp.autograd.dynamo import uncompiled
 from fsdp.autograd.frames import called_by_this_package, stepping_optimizer
 from fsdp.config import as_flag
 from fsdp.errors import ShardingError
@@ -115,7 +116,7 @@ def _full_parameters(units: frozenset[Unit]) -> Iterator[None]:
         if get_ident() == thread:  # ranks may be threads
             values.forget()
 
-    handle = register_optimizer_step_post_hook(stepped)
+    handle = register_optimizer_step_post_hook(uncompiled(stepped))
     try:
         with values:
             yield

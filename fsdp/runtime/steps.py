@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from fsdp.autograd.dynamo import uncompiled
 from fsdp.errors import ShardingError
 from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
@@ -27,7 +28,7 @@ def check_steps(engine: Engine) -> None:
 
 @cache
 def _hook_optimizers() -> None:
-    register_optimizer_step_pre_hook(_look_at_step)
+    register_optimizer_step_pre_hook(uncompiled(_look_at_step))
 
 
 def _look_at_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fsdp.autograd.dynamo import uncompiled
 from fsdp.comm.dtensor_mesh import have_same_first_dims, ranks_of
 from fsdp.errors import ShardingAssertion, ShardingError
 
@@ -173,8 +174,8 @@ def dim_of(name: str, parameter: Tensor, placement: Any) -> int:
 @cache
 def _hook_optimizers() -> None:
     """Let optimizers count their steps as changes of DTensors, and refuse parameters in whose places DTensors are trained."""
-    register_optimizer_step_pre_hook(_refuse_replaced)
-    register_optimizer_step_post_hook(_count_step)
+    register_optimizer_step_pre_hook(uncompiled(_refuse_replaced))
+    register_optimizer_step_post_hook(uncompiled(_count_step))
 
 
 def _count_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

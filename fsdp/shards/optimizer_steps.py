@@ -111,7 +111,7 @@ def hook_optimizers() -> None:
         if _is_hooked:
             return
         _is_hooked = True
-    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_pre_hook(uncompiled(before_step))
     for optimizer in ELEMENT_WISE_OPTIMIZERS:
         _wrap_step(optimizer)
     for name in ("state_dict", "load_state_dict"):

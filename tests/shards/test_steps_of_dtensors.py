@@ -116,3 +116,18 @@ def test_no_operator_of_a_step_is_called_with_a_dtensor(foreach: bool) -> None:
         return first.count, later.count
 
     assert fsdp.simulate(2, on_rank) == [(0, 0), (0, 0)]
+
+
+@on_ranks(2)
+def test_a_step_may_be_compiled(rank: int) -> None:
+    plain, model = net(), net()
+    fully_shard(model)
+    for one in (plain, model):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=0.05)
+        step = torch.compile(optimizer.step, backend="eager") if one is model else optimizer.step
+        for _ in range(2):
+            optimizer.zero_grad()
+            one(torch.ones(2, 4)).sum().backward()
+            step()
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(fsdp.full_tensor(found), wanted)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ def summoned(
             if ref is None:
                 continue
             if rank0_only and one.rank != 0:
-                with summoned_units([ref], writeback=False):
-                    pass  # to join the collective
+                with _full_grads(ref, False) if with_grads else nullcontext(), summoned_units([ref], writeback=False):
+                    pass  # to join the collectives
             else:
                 # under FSDP1 a rank that holds all of it changes it in place, unless what it shows is a copy of the host's
                 in_place = one.sharding_strategy is ShardingStrategy.NO_SHARD and not one.cpu_offload.offload_params

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fsdp.autograd.dynamo import uncompiled
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.joint_gather import copy_from
 from fsdp.errors import ShardingError, name_ranks
@@ -33,7 +34,7 @@ def stepped_optimizers(model: nn.Module) -> Iterator[Callable[[], list[Optimizer
         if has_params(optimizer) and not any(one is optimizer for one in stepped):
             stepped.append(optimizer)
 
-    handle = register_optimizer_step_post_hook(on_step)
+    handle = register_optimizer_step_post_hook(uncompiled(on_step))
     try:
         yield lambda: stepped or [one for one in gc.get_objects() if issubclass(type(one), Optimizer) and has_params(one)]
     finally:

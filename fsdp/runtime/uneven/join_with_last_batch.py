@@ -151,8 +151,9 @@ class EvenJoin(Joined):
         outputs, self._outputs = self._outputs, []
         if not outputs:
             raise ShardingError(
-                "inside fsdp.join, ranks that have data left go backward twice through one forward, which a rank that has "
-                "finished cannot do beside them; take one backward for each forward."
+                "inside fsdp.join, ranks that have data left go backward a second time without a forward between, which a rank "
+                "that has finished cannot do: its backward goes through all forwards since the last one. Add up the losses of "
+                "these forwards, and take one backward."
             )
         leaves = [one for one in tensors_in((self._args, self._kwargs)) if one.requires_grad and one.is_leaf]
         gradients = [one.grad for one in leaves]

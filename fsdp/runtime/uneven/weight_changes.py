@@ -12,6 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fsdp.autograd.dynamo import uncompiled
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.params.versions import Versions
@@ -27,7 +28,7 @@ class WeightChanges:
         """The version counter of each unit when it was looked at last in this step; None before the first gather."""
         self._fused = [0] * len(units)
         """How often fused optimizers have stepped each unit."""
-        handle = register_optimizer_step_post_hook(_hook_of(weakref.WeakMethod(self._on_step)))
+        handle = register_optimizer_step_post_hook(uncompiled(_hook_of(weakref.WeakMethod(self._on_step))))
         weakref.finalize(self, handle.remove)
 
     @property

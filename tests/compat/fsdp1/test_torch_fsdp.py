@@ -143,6 +143,9 @@ def test_with_grads_shows_full_gradients_and_keeps_changes_of_them(rank: int) ->
         with FSDP.summon_full_params(model, with_grads=True):
             torch.testing.assert_close(model.first.weight.grad, factor * alone.first.weight.grad)
             model.first.weight.grad.mul_(2)
+    with FSDP.summon_full_params(model, writeback=False, rank0_only=True, with_grads=True):
+        if rank == 0:
+            torch.testing.assert_close(model.first.weight.grad, 4 * alone.first.weight.grad)
 
 
 @on_ranks(2)

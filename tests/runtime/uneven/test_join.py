@@ -264,3 +264,21 @@ def test_a_rank_without_a_batch_keeps_what_it_accumulated() -> None:
         (plain(batch(0, number, rank), ALL[:1]).sum() / 2).backward()
     for found in fsdp.simulate(2, run):
         torch.testing.assert_close(found, plain.head.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(2)
+def test_a_rank_without_data_has_a_scale(rank: int) -> None:
+    model = fsdp.fully_shard(nn.Linear(4, 1))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), fsdp.ShardedGradScaler(model, init_scale=4.0)
+
+    def step() -> None:
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    with fsdp.join(model, step) as joined:
+        for _ in range(2 if rank == 0 else 0):
+            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+            joined.step()
+    assert scaler.get_scale() == 4.0
