@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,20 @@ from fsdp.shards.shard_parameter import exchange, summoned
 from fsdp.shards.shard_tensor import plain
 
 
+class _Full(NamedTuple):
+    """One full parameter."""
+
+    parameter: nn.Parameter
+    shard: nn.Parameter
+    """The other of two objects, of which one is the user's."""
+    name: str
+    placement: Placement
+    view: Tensor
+    """Where the values lie, unless the user has put them elsewhere."""
+    address: int
+    """Its `_address`."""
+
+
 class FullParams:
     """The full parameters of one unit, in memory of their own and in the dtype of the shards.
 
@@ -28,9 +43,7 @@ class FullParams:
     def __init__(self, flats: Sequence[FlatBuffer]) -> None:
         self._flats = flats
         self._buffers: list[Tensor] = []
-        self._gathered: list[tuple[nn.Parameter, nn.Parameter, str, Placement, Tensor, int]] = []
-        """Each full parameter, its shard (one of the two is the user's Parameter object), its name, its placement, where it lies
-        if the user does not move it, and its `_address`."""
+        self._gathered: list[_Full] = []
         self.in_place_of: dict[int, nn.Parameter] = {}
         """Those that are objects of their own, by the id of the shard."""
 
@@ -53,10 +66,10 @@ class FullParams:
                 address = _address(placement, full)
                 if placement.replaces_param:
                     self.in_place_of[id(parameter)] = full
-                    self._gathered.append((full, parameter, name, placement, view, address))
+                    self._gathered.append(_Full(full, parameter, name, placement, view, address))
                 else:
                     exchange(parameter, full)
-                    self._gathered.append((parameter, full, name, placement, view, address))
+                    self._gathered.append(_Full(parameter, full, name, placement, view, address))
 
     @torch.no_grad()
     def check(self) -> None:
@@ -71,16 +84,16 @@ class FullParams:
     @torch.no_grad()
     def write_back(self) -> None:
         """Copy this rank's part of the full parameters, which `check` has accepted, into the shards."""
-        for full, _, _, _, view, _ in self._gathered:
-            now, before = plain(full), plain(view)
+        for one in self._gathered:
+            now, before = plain(one.parameter), plain(one.view)
             if now.data_ptr() != before.data_ptr():
                 before.copy_(now)
-        shards = iter([shard for _, shard, *_ in self._gathered])
+        shards = iter([one.shard for one in self._gathered])
         for flat, buffer in zip(self._flats, self._buffers, strict=True):
             flat.set_shard(flat.own_chunk(buffer), list(islice(shards, len(flat.param_infos))))
-        for full, shard, *_ in self._gathered:
-            if full._version or id(shard) in self.in_place_of:
-                increment_version(shard)
+        for one in self._gathered:
+            if one.parameter._version or id(one.shard) in self.in_place_of:
+                increment_version(one.shard)
 
     @torch.no_grad()
     def free(self, tracker: MemoryTracker) -> None:
