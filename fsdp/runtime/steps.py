@@ -13,6 +13,7 @@ from fsdp.errors import ShardingError
 from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
+from fsdp.runtime.registry import unit_ref_of
 
 _engines: Final[WeakSet[Engine]] = WeakSet()
 """All engines of the process. Simulated ranks have one each."""
@@ -77,7 +78,9 @@ def engines_of(optimizer: Optimizer) -> tuple[list[Engine], list[nn.Parameter]]:
     """The engines that have parameters of an optimizer, in the order of these, and the parameters that no engine has."""
     left = {id(parameter): (number, parameter) for number, parameter in enumerate(_parameters_of(optimizer))}
     found: dict[int, Engine] = {}
-    for engine in [*_engines]:
+    refs = [unit_ref_of(module) for engine in _engines for module in engine.units[0].modules]
+    # an engine of before, whose units are those of a root around them by now, may not be collected yet
+    for engine in dict.fromkeys(ref.engine for ref in refs if ref is not None):
         own = [
             left.pop(key)[0] for key in [id(info.parameter) for unit in engine.units for info in unit.param_infos] if key in left
         ]
