@@ -1,10 +1,12 @@
 """The gradient norm over all shards, and the gradient scaler that agrees on overflows."""
 
 import math
+import threading
 from collections.abc import Sequence
 from functools import cache, wraps
 from itertools import chain
-from typing import Any
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -203,17 +205,26 @@ def _combine(comm: Communicator, local: Tensor, power: float) -> Tensor:
     return summed ** (1 / power)
 
 
+_scaling: Final = threading.local()
+"""Of this thread, whether a scaler asks the ranks itself, after it has looked at the gradients of this rank."""
+
+
 @cache
 def let_scalers_agree() -> None:
     """From now on, let torch's gradient scaler ask all ranks of all roots of an optimizer whether one has found an overflow.
 
     torch calls one operator for the gradients of each dtype. It asks the ranks that share the first DTensor, or a shard of that
-    call. Other ranks that train a part of the optimizer's parameters would take a step that these leave out. Gradients may be
-    DTensors and others, of which no operator takes both.
+    call. Other ranks that train a part of the optimizer's parameters would take a step that these leave out. So it looks at this
+    rank's parts, and the roots are asked afterwards. Gradients may be DTensors and others, of which no operator takes both.
     """
     together = torch._amp_foreach_non_finite_check_and_unscale_
 
     def by_kind(gradients: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+        if inv_scale.device.type == "cpu" and inv_scale.is_pinned():
+            torch.accelerator.synchronize()  # torch's scaler copies both numbers to the host and does not wait for them
+        if getattr(_scaling, "asks", False):
+            together([plain(gradient) for gradient in gradients], found_inf, inv_scale)
+            return
         kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
         for gradient in gradients:
             kinds[local_of(gradient) is None].append(gradient)
@@ -228,24 +239,41 @@ def let_scalers_agree() -> None:
     def agreed(
         self: Any, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        found: dict[torch.device, Tensor] = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
-        if isinstance(self, ShardedGradScaler):
-            return found  # it asks by itself
         engines, others = engines_of(optimizer)
-        if engines and not found:  # this rank has no gradient, and the other ranks still call the collective
-            found = {found_inf.device: torch.zeros_like(found_inf)}
-        _agree_on_overflow(found, engines)
-        agree_on_meshes(found.values(), others)
+        own = self.comms if isinstance(self, ShardedGradScaler) else ()
+        # ranks have the same gradients of one that is replicated, and those without data left in a join do not answer
+        is_alone = not own and len(engines) == 1 and engines[0].is_replicated
+        comms = [*dict.fromkeys((*own, *(engine.comms.joint for engine in engines if not is_alone)))]
+        has_others = any(local_of(parameter) is not None for parameter in others)
+        _scaling.asks = bool(comms) and not has_others
+        try:
+            found: dict[torch.device, Tensor] = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
+        finally:
+            _scaling.asks = False
+        if comms:
+            _agree_on_overflow(found, found_inf.device, comms)
+        if has_others:
+            agree_on_meshes(found.values(), others)
         return found
 
     scaler._unscale_grads_ = agreed
 
 
-def _agree_on_overflow(found: dict[torch.device, Tensor], engines: Sequence[Engine], *others: Communicator) -> None:
-    """Let each flag be 1 if it is on a rank of these roots, or of the other communicators. Communicates."""
+def _agree_on_overflow(found: dict[torch.device, Tensor], device: torch.device, comms: list[Communicator]) -> None:
+    """Let the flag of `device` be 1 if a rank of `comms` has one that is. Communicates.
+
+    The widest are asked last, because other ranks may have these alone, and then the others again. Without a gradient on any rank
+    there is no flag.
+    """
+    both = torch.zeros(2, device=device)
     for flag in found.values():
-        for comm in dict.fromkeys((*(engine.comms.joint for engine in engines), *others)):
-            comm.all_reduce(flag, "max", "found inf").wait()
+        both[0] = torch.maximum(both[0], flag.to(device))
+    both[1] = bool(found)
+    in_order = sorted(comms, key=attrgetter("size"))
+    for comm in (*in_order, *in_order[:-1]):
+        comm.all_reduce(both, "max", "found inf").wait()
+    if found or both[1].item():
+        found[device] = both[0]
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -274,26 +302,23 @@ class ShardedGradScaler(torch.amp.GradScaler):
         enabled: bool = True,
         pp_mesh: Mesh | None = None,
     ) -> None:
-        self._engines = engines_in(model, "ShardedGradScaler")
-        self._found_on = self._engines[0].units[0].shard_device
+        engines = engines_in(model, "ShardedGradScaler")
+        self._found_on = engines[0].units[0].shard_device
         kind = device or self._found_on.type
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self._stages: tuple[Communicator, ...] = ()
+        self.comms = [engine.comms.joint for engine in engines]
+        """The ranks that are asked, whether or not the optimizer has parameters here."""
         if self.is_enabled():
             # torch makes the scale in `scale`, which not every rank may call: a stage without the loss, a rank without data
             self._lazy_init_scale_growth_tracker(self._found_on)
         self.asks_stages = pp_mesh is not None
         """Whether all stages of a pipeline skip a step together."""
         if pp_mesh is not None:
-            self._stages = (_comm_of_stages("ShardedGradScaler", model, pp_mesh),)
+            self.comms.append(_comm_of_stages("ShardedGradScaler", model, pp_mesh))
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         # torch copies both to the device of the gradients without waiting; for gradients in host memory these copies are late
         inv_scale, found_inf = inv_scale.to(self._found_on), found_inf.to(self._found_on)
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        if not found:  # this rank holds no gradient of this optimizer, and the other ranks still call the collective
-            found = {self._found_on: torch.zeros((), device=self._found_on)}
-        _agree_on_overflow(found, self._engines, *self._stages)
-        return found
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)

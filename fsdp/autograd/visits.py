@@ -387,7 +387,8 @@ def leads_to_a_unit(outputs: Sequence[Any]) -> bool:
     seen: set[Node] = set()
     while todo:
         seen |= todo
-        if any(NodePrehook.KEY in cast(Any, node.metadata) for node in todo):
+        # the node of a reentrant checkpoint hides what it recomputes
+        if any(NodePrehook.KEY in cast(Any, node.metadata) or hasattr(node, "run_function") for node in todo):
             return True
         todo = {following for node in todo for following, _ in node.next_functions} - seen - {None}
     return False

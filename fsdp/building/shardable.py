@@ -1,5 +1,6 @@
 """What cannot be sharded: found before anything changes, so that every rank refuses and no module is left half sharded."""
 
+import warnings
 import weakref
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -351,7 +352,8 @@ class _Extent(NamedTuple):
     @classmethod
     def of(cls, name: str, tensor: Tensor, is_trained: bool) -> "_Extent":
         """On the device."""
-        size = tensor.nbytes if _span(tensor) == tensor.numel() else tensor.element_size()
+        is_dense = tensor.is_contiguous() or (not tensor.is_nested and _span(tensor) == tensor.numel())
+        size = tensor.nbytes if is_dense else tensor.element_size()
         return cls(str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + size, name, is_trained)
 
     def reaches(self, later: "_Extent") -> bool:
@@ -359,15 +361,11 @@ class _Extent(NamedTuple):
         return self.place == later.place and self.ends > later.begins
 
 
-def _refuse_overlaps(extents: list[_Extent]) -> None:
-    """Put them in order, and raise ShardingError if two of them share memory, of which one is trained."""
+def _overlap(extents: list[_Extent]) -> tuple[_Extent, _Extent] | None:
+    """Put extents in order, and return the first two that share memory, of which one is trained."""
     extents.sort()
-    for widest, one in zip(accumulate(extents, _wider), extents[1:], strict=False):
-        if widest.reaches(one) and (widest.is_trained or one.is_trained):
-            raise ShardingError(
-                f"parameters {widest.name!r} and {one.name!r} are two objects over the same memory, so that one changes with the "
-                "other; tie them by assigning the same Parameter to both modules, or clone one."
-            )
+    pairs = zip(accumulate(extents, _wider), extents[1:], strict=False)
+    return next((pair for pair in pairs if pair[0].reaches(pair[1]) and any(one.is_trained for one in pair)), None)
 
 
 def _wider(one: _Extent, later: _Extent) -> _Extent:
@@ -387,12 +385,26 @@ def _check_shared_memory(plan: Sequence[Planned]) -> None:
         storage = here.untyped_storage()
         first = storage.data_ptr()
         info.memory = StorageWeakRef(storage), one.begins - first, one.ends - first  # type: ignore[no-untyped-call]
-    _refuse_overlaps(extents)
-    earlier = (info for one in plan if one.unit is not None for flat in one.unit.flats for info in flat.param_infos)
-    known = [(info, *info.memory) for info in (*(info for info, _ in new), *earlier) if info.memory is not None]
-    _refuse_overlaps(
-        [_Extent(ref.cdata, begins, ends, info.names[0], info.parameter.requires_grad) for info, ref, begins, ends in known]
+    if (shared := _overlap(extents)) is not None:
+        raise ShardingError(
+            f"parameters {shared[0].name!r} and {shared[1].name!r} are two objects over the same memory, so that one changes "
+            "with the other; tie them by assigning the same Parameter to both modules, or clone one."
+        )
+    units = [one.unit for one in plan if one.unit is not None]
+    earlier = [(info, f" of unit {unit.name!r}") for unit in units for flat in unit.flats for info in flat.param_infos]
+    shared = _overlap(
+        [
+            _Extent(info.memory[0].cdata, *info.memory[1:], f"{info.names[0]!r}{of}", info.parameter.requires_grad)
+            for info, of in (*((info, "") for info, _ in new), *earlier)
+            if info.memory is not None
+        ]
     )
+    if shared is not None:
+        warnings.warn(
+            f"parameters {shared[0].name} and {shared[1].name} were two objects over the same memory, until one was sharded: "
+            "from now on none changes with the other. If it shall, assign the same Parameter to both modules before wrapping.",
+            stacklevel=2,
+        )
     trained = [one for one in extents if one.is_trained]
     for name, buffer in buffers_of(plan[0]):
         if is_lazy(buffer) or buffer.layout is not torch.strided or buffer.is_meta or not buffer.numel():

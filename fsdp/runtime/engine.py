@@ -99,6 +99,11 @@ class Engine:
         finally:
             self.synchronises = before
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank has all of the parameters."""
+        return self.comms.reduce_comm.size == 1 and self.comms.across is None and not self.comms.inner
+
     def begin_pipeline_step(self, can_repeat: bool) -> None:
         """Micro-batches follow whose gradients are kept. Drop those of a step that has not ended, and what it has gathered.
 

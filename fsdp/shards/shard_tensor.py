@@ -576,8 +576,6 @@ def _reduce_two(func: Any, name: str, one: Tensor, other: Tensor, given: dict[st
 
 
 def _unscale(func: Any, gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    if inv_scale.device.type == "cpu" and inv_scale.is_pinned():
-        torch.accelerator.synchronize()  # torch's scaler copies both numbers to the host and does not wait for them
     func(gradients, found_inf, inv_scale)
     infos = {id(gradient.shard_info.comm): gradient.shard_info for gradient in gradients if isinstance(gradient, ShardTensor)}
     for info in infos.values():

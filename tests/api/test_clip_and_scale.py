@@ -1,6 +1,8 @@
 """The norm is that of all gradients of all ranks together."""
 
+import gc
 import math
+import weakref
 from itertools import product
 from typing import Any
 
@@ -162,6 +164,24 @@ def test_a_rank_without_gradients_answers_those_that_ask_for_overflows(rank: int
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 4.0
+
+
+def test_a_scaler_keeps_no_model_and_an_unwrapped_one_asks_nobody() -> None:
+    def fn(rank: int) -> bool:
+        model = fsdp.fully_shard(nn.Linear(4, 4))
+        scaler, reference = fsdp.ShardedGradScaler(model), weakref.ref(model.weight)
+        model(torch.ones(1, 4)).sum().backward()
+        fsdp.unwrap(model)
+        if rank == 0:
+            optimizer, plain = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+            plain.scale(model(torch.ones(1, 4)).sum()).backward()
+            plain.step(optimizer)
+            del optimizer, plain
+        del model
+        gc.collect()
+        return reference() is None and scaler.is_enabled()
+
+    assert fsdp.simulate(2, fn) == [True, True]
 
 
 @on_ranks(4)

@@ -696,10 +696,12 @@ def test_a_backward_may_begin_at_a_tangent(use: str) -> None:
             torch.testing.assert_close(gradient, p.grad)
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
 @on_ranks(2)
-def test_compiled_autograd_is_refused_and_changes_nothing(rank: int) -> None:
+def test_compiled_autograd_is_refused_and_changes_nothing(rank: int, recomputed: bool) -> None:
     model = fsdp.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), auto_wrap_policy={nn.Linear})
-    loss = model(torch.ones(2, 4)).sum()
+    x = torch.ones(2, 4, requires_grad=True)
+    loss = (checkpoint(model, x, use_reentrant=True) if recomputed else model(x)).sum()
     if rank == 0:  # torch's switch is one for all ranks that are threads
         plain = nn.Linear(2, 2)
         with compiled_autograd._enable(torch.compile(backend="eager")):

@@ -184,6 +184,21 @@ def test_a_pickle_is_refused_with_what_can_be_saved(rank: int) -> None:
         torch.save(model.module, io.BytesIO())
 
 
+@pytest.mark.parametrize("make", [ddp.DistributedDataParallel, partial(fsdp.fully_shard, sharding_strategy="NO_SHARD")])
+@on_ranks(2)
+def test_a_scaler_of_replicas_asks_no_rank(rank: int, make: Any) -> None:
+    """One that has no data left in a join would not answer."""
+    model = make(nn.Linear(4, 4))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
+    with model.join() if isinstance(model, ddp.DistributedDataParallel) else fsdp.join(model):
+        for _ in range(3 - rank):
+            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert scaler.get_scale() == 4.0
+
+
 @on_ranks(2)
 def test_a_weight_that_is_pruned_after_wrapping_is_named(rank: int) -> None:
     model = ddp.DistributedDataParallel(nn.Linear(3, 2))
