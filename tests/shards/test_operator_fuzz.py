@@ -158,8 +158,7 @@ def test_every_rank_gets_an_error_where_the_size_of_its_part_decides(shape: tupl
     call = getattr({"torch": torch, "F": nn.functional}[where], function)
 
     def one_rank(rank: int) -> None:
-        model = fsdp.fully_shard(nn.Linear(shape[1], shape[0], bias=False))
-        shard = next(model.parameters()).detach()
+        shard, _ = sharded(shape)
         with pytest.raises((fsdp.ShardingError, fsdp.errors.WorldError, RuntimeError)):
             call(*[shard] * 3) if where == "F" else call(shard, 0.5)
 
@@ -191,16 +190,21 @@ def test_a_local_result_is_noticed(broken: str, name: str, monkeypatch: pytest.M
         assert any(text.startswith(f"{name} with ") for text in found)
 
 
-def silently_wrong(shape: tuple[int, ...], names: Container[str] | None = None) -> list[str]:
-    """What is wrong, of the functions of these names or of all."""
-    warnings.simplefilter("ignore")
-    torch.manual_seed(0)
+def sharded(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """A shard, and the parameter of this shape that it is a part of."""
     holder = nn.Module()
     holder.weight = nn.Parameter(torch.rand(shape) + 0.25)
     holder.forward = lambda: holder.weight  # type: ignore[assignment]
     full = holder.weight.detach().clone()
     model = fsdp.fully_shard(holder)
-    shard = next(model.parameters()).detach()
+    return next(model.parameters()).detach(), full
+
+
+def silently_wrong(shape: tuple[int, ...], names: Container[str] | None = None) -> list[str]:
+    """What is wrong, of the functions of these names or of all."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    shard, full = sharded(shape)
     assert isinstance(shard, ShardTensor)
     tried = {
         name: [outcome(function, shard, given) for given in WITH.values()]
