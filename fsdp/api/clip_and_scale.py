@@ -308,13 +308,15 @@ class ShardedGradScaler(torch.amp.GradScaler):
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.comms = [engine.comms.joint for engine in engines]
         """The ranks that are asked, whether or not the optimizer has parameters here."""
-        if self.is_enabled():
-            # torch makes the scale in `scale`, which not every rank may call: a stage without the loss, a rank without data
-            self._lazy_init_scale_growth_tracker(self._found_on)
         self.asks_stages = pp_mesh is not None
         """Whether all stages of a pipeline skip a step together."""
         if pp_mesh is not None:
             self.comms.append(_comm_of_stages("ShardedGradScaler", model, pp_mesh))
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        if self._scale is None:  # torch makes it in `scale`, which a stage without the loss and a rank without data do not call
+            self._lazy_init_scale_growth_tracker(self._found_on)
+        return super()._check_scale_growth_tracker(funcname)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
