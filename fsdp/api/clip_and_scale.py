@@ -240,7 +240,7 @@ def let_scalers_agree() -> None:
         self: Any, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         engines, others = engines_of(optimizer)
-        own = self.comms if isinstance(self, ShardedGradScaler) else ()
+        own = self._comms if isinstance(self, ShardedGradScaler) else ()
         # ranks have the same gradients of one that is replicated, and those without data left in a join do not answer
         is_alone = not own and len(engines) == 1 and engines[0].is_replicated
         comms = [*dict.fromkeys((*own, *(engine.comms.joint for engine in engines if not is_alone)))]
@@ -306,12 +306,12 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self._found_on = engines[0].units[0].shard_device
         kind = device or self._found_on.type
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self.comms = [engine.comms.joint for engine in engines]
+        self._comms = [engine.comms.joint for engine in engines]
         """The ranks that are asked, whether or not the optimizer has parameters here."""
         self.asks_stages = pp_mesh is not None
         """Whether all stages of a pipeline skip a step together."""
         if pp_mesh is not None:
-            self.comms.append(_comm_of_stages("ShardedGradScaler", model, pp_mesh))
+            self._comms.append(_comm_of_stages("ShardedGradScaler", model, pp_mesh))
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._scale is None:  # torch makes it in `scale`, which a stage without the loss and a rank without data do not call

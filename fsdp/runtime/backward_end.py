@@ -30,7 +30,7 @@ class FinalCallback:
 
     __slots__ = ("_end", "_number", "_on_ended", "_on_failed", "_root")
 
-    def __init__(self, root: Root, on_ended: Callable[[], None], on_failed: Callable[[], None], end: "_End") -> None:
+    def __init__(self, root: Root, on_ended: Callable[[], None], on_failed: Callable[[], None], end: _End) -> None:
         self._root = root
         self._end = end
         self._on_ended = on_ended
@@ -101,7 +101,7 @@ class PendingBackward:
         self._graphs = 0
         """The number of calls of units whose graphs are alive."""
         self._end = _End()
-        """Whether the final callback of the last backward has been called or dropped, and has done its work. There was none."""
+        """That of the last backward. There was none."""
         self._end.is_over = True
 
     def callback(self, root: Root, on_ended: Callable[[], None], on_failed: Callable[[], None]) -> FinalCallback:

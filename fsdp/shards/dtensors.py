@@ -1,7 +1,7 @@
 """Torch's DTensors as shards, for code that looks at `placements`, `to_local()` and `full_tensor()`. See params/placement.py."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
@@ -190,7 +190,7 @@ def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
             raise ShardingError(f"{type(optimizer).__name__} {cause}")
 
 
-def agree_on_meshes(flags: Iterable[Tensor], parameters: Iterable[nn.Parameter]) -> None:
+def agree_on_meshes(flags: Collection[Tensor], parameters: Iterable[nn.Parameter]) -> None:
     """Let each flag be the largest of all ranks that have a part of these DTensors, if a mesh has several dimensions.
 
     With one dimension torch's operator has asked them. Communicates.
