@@ -4,9 +4,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, wraps
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
@@ -32,8 +33,8 @@ class PipelineStage(pipelining.PipelineStage):
 
     Memory: the unsharded gradients, until the last micro-batch.
 
-    A step that failed can be done again if there is one stage a rank, and none has completed the step: make the stage and the
-    schedule anew, because torch's keep losses and buffers of it.
+    A step that failed can be done again if no stage has reduced its gradients: make the stages and the schedule anew, because
+    torch's keep losses and buffers of it.
 
     Make it after wrapping, on all ranks of the group alike: over gloo the group is routed, so that a rank that fails is named on
     the ranks of all stages. Communicates.
@@ -41,7 +42,8 @@ class PipelineStage(pipelining.PipelineStage):
     A module without units is a stage as by torch's class, whose name `fsdp.compat.install("fully_shard")` gives to this one.
 
     Raises:
-        ShardingError: in the first backward: the module is only a part of a root.
+        ShardingError: in the first backward: the module is only a part of a root. In a step that is done again: this stage had
+            reduced its gradients before another one of the rank failed, and they are still there.
     """
 
     @wraps(pipelining.PipelineStage.__init__)  # type: ignore[misc]  # the signature that help shows
@@ -78,11 +80,18 @@ class PipelineStage(pipelining.PipelineStage):
     def clear_runtime_states(self) -> None:
         """Begin a step, without what is left of one that failed before its gradients were reduced. Called by schedules."""
         super().clear_runtime_states()
-        if self.has_backward and self._engines():
+        if not self._engines():
+            return
+        if self.has_backward:
+            if self._reduced().get(self.stage_index) and any([p.grad is not None for p in self.submod.parameters()]):
+                raise ShardingError(
+                    f"PipelineStage: stage {self.stage_index} has reduced the gradients of a step that failed in another stage "
+                    "of this rank, and the step would add them once more; call optimizer.zero_grad() on all ranks first."
+                )
+            self._reduced()[self.stage_index] = False
             self._grads_before = {parameter: gradient.clone() for parameter, gradient in self._grads_outside()}
         for engine in self._engines():
-            # a rank with several stages may have reduced the gradients of one when the step fails in another
-            engine.begin_pipeline_step(can_repeat=self.num_stages == self.group_size)
+            engine.begin_pipeline_step()
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, object], last_backward: bool = False
@@ -138,12 +147,19 @@ class PipelineStage(pipelining.PipelineStage):
                     engine.reducer.divisor = 1
             reshard(engine)
             engine.in_pipeline_step = False
+        self._reduced()[self.stage_index] = True
+        if all(self._reduced().values()):
+            self._reduced().clear()
         grads_before, self._grads_before = self._grads_before, {}
         for parameter, gradient in self._grads_outside() if divides else ():
             if (before := grads_before.get(parameter)) is None:
                 gradient.div_(grad_scale_factor)
             else:
                 gradient.sub_(before).div_(grad_scale_factor).add_(before)
+
+    def _reduced(self) -> dict[int, bool]:
+        """The stages of this rank whose step goes on in one of them, and whether each has reduced its gradients."""
+        return _reduced.setdefault(self.group or dist.group.WORLD, {})
 
     def _grads_outside(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The parameters that no unit has, such as those of ignored modules, with their gradients, if they have one."""
@@ -156,6 +172,8 @@ def _join_backward(engine: Engine) -> None:
         engine.on_event(index, Event.EXTERNAL_GRAD)
 
 
+_reduced: WeakKeyDictionary[Any, dict[int, bool]] = WeakKeyDictionary()
+"""By group of the ranks of a pipeline."""
 _staged: WeakSet[Any] = WeakSet()
 """The units of stages of pipelines of several ranks."""
 

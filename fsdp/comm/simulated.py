@@ -161,6 +161,8 @@ class SimulatedCommunicator(Communicator):
         self._log = rank.log
         self._epoch = 0
         self._called = 0
+        self._completed = 0
+        """The number of backwards when the epoch began."""
 
     def supports_device(self, device: torch.device) -> bool:
         return device.type == "cpu"
@@ -238,10 +240,14 @@ class SimulatedCommunicator(Communicator):
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """This rank makes no more calls in this epoch. Ranks that wait for it raise PeerFailed."""
         rank, epoch = self.ranks[self.rank], self._epoch + 1
-        what = Abandoned(epoch, rank, unit, "it was ended" if failure is None else _quote(failure))
+        completed = self._world.completed[self._family, rank]
+        what = Abandoned(epoch, rank, unit, "it was ended" if failure is None else _quote(failure), completed)
         if isinstance(failure, PeerFailed):  # the first cause, for ranks that wait for this one
-            what = Abandoned(epoch, failure.rank, failure.unit, failure.reason)
+            what = Abandoned(epoch, failure.rank, failure.unit, failure.reason, completed)
         self._world.abandon(self._family, self.ranks, rank, what)
+
+    def completed(self) -> None:
+        self._world.completed[self._family, self.ranks[self.rank]] += 1
 
     def reconnect(self) -> None:
         if self._world.epoch_of(self._family, self.ranks[self.rank]) != self._epoch:
@@ -257,10 +263,10 @@ class SimulatedCommunicator(Communicator):
         rank = self.ranks[self.rank]
         epoch = self._world.epoch_of(self._family, rank)
         if epoch != self._epoch:
-            self._epoch, self._called = epoch, 0
+            self._epoch, self._called, self._completed = epoch, 0, self._world.abandoned[self._family, rank].completed
         number, self._called = self._called, self._called + 1
         operation = Operation(self.name, self._family, self.ranks, epoch, number)
-        return _PendingWork(self._world, rank, self._world.launch(rank, operation, side))
+        return _PendingWork(self._world, rank, self._world.launch(rank, operation, side._replace(completed=self._completed)))
 
 
 class Abandoned(NamedTuple):
@@ -272,6 +278,8 @@ class Abandoned(NamedTuple):
     """The rank that is the reason."""
     unit: str | None
     why: str
+    completed: int
+    """The number of backwards that the rank has completed before."""
 
 
 class _PendingWork:
@@ -308,8 +316,10 @@ class _World:
         self._eagerness = self._choices.choice((0.0, 0.1, 0.5, 1.0))
         self._operations: dict[tuple[str, int, int], Operation] = {}
         """The operations whose data has not moved."""
-        self._abandoned: dict[tuple[str, int], Abandoned] = {}
+        self.abandoned: dict[tuple[str, int], Abandoned] = {}
         """By family of communicators and rank."""
+        self.completed = Counter[tuple[str, int]]()
+        """The backwards that each rank has completed, by family of communicators."""
         self.evaluated = Counter[tuple[str, int]]()
         """The number of gathers in forwards without gradients, by communicator and rank."""
         self._complete: list[Operation] = []
@@ -372,12 +382,12 @@ class _World:
 
     def epoch_of(self, family: str, rank: int) -> int:
         """The number of steps that a rank has abandoned on a family of communicators."""
-        abandoned = self._abandoned.get((family, rank))
+        abandoned = self.abandoned.get((family, rank))
         return abandoned.epoch if abandoned is not None else 0
 
     def abandon(self, family: str, ranks: tuple[int, ...], rank: int, what: Abandoned) -> None:
         """End the epoch of `rank`: it will make no call that others have made in it."""
-        self._abandoned[family, rank] = what
+        self.abandoned[family, rank] = what
         oldest = min(self.epoch_of(family, one) for one in ranks)
         for operation in [one for one in self._operations.values() if one.family == family and one.epoch < oldest]:
             if not operation.complete:  # it never will be: all its ranks are in later epochs
@@ -499,7 +509,7 @@ class _World:
                 text = f"Rank {rank} failed with {_quote(failure)}, and never called {operation.name}."
                 return PeerFailed(text, rank, None, _quote(failure))
         for rank in absent:
-            step = self._abandoned.get((operation.family, rank))
+            step = self.abandoned.get((operation.family, rank))
             if step is not None and step.epoch > operation.epoch:
                 where = "" if step.unit is None else f" in unit {step.unit!r}"
                 whom = "It" if step.rank == rank else f"Rank {rank}"

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdp.comm.communicator import ReduceOp
 from fsdp.comm.failure.desync import REMEDY
-from fsdp.comm.failure.pending_call import remedies_for
+from fsdp.comm.failure.pending_call import remedies_for, steps_apart
 from fsdp.comm.work import pairwise_sum
 from fsdp.errors import ShardingError, WorldError, name_ranks
 
@@ -60,12 +60,14 @@ class Operation:
     @property
     def is_mismatch(self) -> bool:
         """Whether two ranks have made different calls."""
-        first, *others = (side.call for side in self.sides.values())
-        return any(call != first for call in others)
+        first, *others = ((side.call, side.completed) for side in self.sides.values())
+        return any(side != first for side in others)
 
     def report_mismatch(self, alone: Sequence[int]) -> str:
         """Name the ranks and their different calls. The operation counts as reported. `alone`: who has evaluated alone."""
         self.reported = True
+        if (apart := steps_apart({rank: side.completed for rank, side in self.sides.items()})) is not None:
+            return apart
         callers: dict[str, list[int]] = {}
         for rank in sorted(self.sides):
             callers.setdefault(self.sides[rank].call, []).append(rank)
@@ -98,6 +100,8 @@ class Side(NamedTuple):
     move: "Callable[[Sequence[Side]], None]"
     buffers: "tuple[Buffer, ...]" = ()
     pickled: bytes = b""
+    completed: int = 0
+    """The number of backwards that the rank had completed when it abandoned its last step."""
 
 
 class Buffer:

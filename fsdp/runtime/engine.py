@@ -70,7 +70,7 @@ class Engine:
         self.splits_backward = False
         """Whether a pipeline stage computes gradients of inputs and of weights apart. Unsharded parameters have the latter."""
         self.in_pipeline_step = False
-        """Whether a step of a pipeline is going on that can be done again if it fails: what is kept of it will be dropped."""
+        """Whether a step of a pipeline is going on: if it fails, what is kept of it will be dropped."""
         self.watcher = PassWatcher()
         """Another one inside `fsdp.join`."""
         self.forward = Pass()
@@ -104,15 +104,12 @@ class Engine:
         """Whether every rank has all of the parameters."""
         return self.comms.reduce_comm.size == 1 and self.comms.across is None and not self.comms.inner
 
-    def begin_pipeline_step(self, can_repeat: bool) -> None:
-        """Micro-batches follow whose gradients are kept. Drop those of a step that has not ended, and what it has gathered.
-
-        `can_repeat`: all ranks will do so if the step fails.
-        """
+    def begin_pipeline_step(self) -> None:
+        """Micro-batches follow whose gradients are kept. Drop those of a step that has not ended, and what it has gathered."""
         if self.in_pipeline_step:
             self.reset_step()
             self.reducer.forget_kept()
-        self.in_pipeline_step = can_repeat
+        self.in_pipeline_step = True
 
     # events and actions -------------------------------------------------------------------
 

@@ -2,16 +2,18 @@
 
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
 import fsdp
 from fsdp.compat.fully_shard import fully_shard
+from tests.comm.failure.dimension_programs import Mine, cause_of
 from tests.support.ranks import on_ranks
 
 
@@ -159,3 +161,47 @@ def test_zero_bubble_trains_a_stage_whose_inputs_are_integers() -> None:
             torch.testing.assert_close(module.weight.grad, wanted[1].weight.grad)
 
     fsdp.simulate(2, program)
+
+
+@pytest.mark.parametrize(("direction", "zeroed"), [("forward", False), ("backward", True), ("backward", False)])
+def test_a_step_of_several_stages_a_rank_that_failed_is_done_again_without_what_was_reduced(direction: str, zeroed: bool) -> None:
+    """The last micro-batch fails in stage 1. Before its backward, stages 2 and 3 have reduced their gradients."""
+    wanted = nn.Sequential(*stages())
+    for group in range(2):
+        (nn.functional.mse_loss(wanted(batch(group)), batch(group)) / 2).backward()
+
+    def program(rank: int) -> None:
+        mesh, every = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")), stages()
+        place, data = mesh["pp"].get_local_rank(), batch(mesh["dp"].get_local_rank())
+        mine = nn.ModuleList([fsdp.fully_shard(every[number], mesh=mesh["dp"]) for number in (place, place + 2)])
+        micro_batch = count(1)
+
+        def fail(*_: object) -> None:
+            if rank == 3 and next(micro_batch) == 4:
+                raise Mine
+
+        layer: Any = every[1][0]
+        (layer.register_forward_pre_hook if direction == "forward" else layer.register_full_backward_hook)(fail)
+
+        def step() -> None:
+            place_of = partial(fsdp.PipelineStage, num_stages=4, device=torch.device("cpu"), group=mesh.get_group("pp"))
+            staged = [place_of(module, number) for module, number in zip(mine, (place, place + 2), strict=True)]
+            schedule = ScheduleInterleaved1F1B(staged, 4, loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
+            schedule.step(*[data] * (place == 0), **({"target": data, "losses": []} if place else {}))  # type: ignore[arg-type]
+
+        with pytest.raises(Exception) as failure:  # torch wraps errors of forwards
+            step()
+        assert isinstance(cause_of(failure.value), Mine if rank == 3 else fsdp.PeerFailed)
+        if zeroed:
+            mine.zero_grad()
+        elif direction == "backward":
+            with pytest.raises(fsdp.ShardingError, match=f"stage {place + 2} has reduced the gradients of a step that failed"):
+                step()
+            return
+        step()
+        for number in (place, place + 2):
+            for name, p in every[number].named_parameters():
+                assert p.grad is not None
+                torch.testing.assert_close(fsdp.full_tensor(p.grad), wanted[number].get_parameter(name).grad)
+
+    fsdp.simulate(4, program)

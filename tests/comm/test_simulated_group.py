@@ -196,9 +196,12 @@ def pipeline_without_failure() -> list[Retried]:
 
 
 @SEEDS
-@pytest.mark.parametrize("stage", [one for one in STAGES if one != LATE])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_of_a_pipeline_that_fails_is_named_and_the_step_is_done_again(stage: tuple[str, int, int], seed: int) -> None:
     found = fsdp.simulate(4, lambda rank: stage_retried(*stage), seed=seed)
+    if stage == LATE:
+        assert all([one.told[-1].kind == "WorldError" and "load a checkpoint" in one.told[-1].text for one in found])
+        return
     for rank, (one, other) in enumerate(zip(found, pipeline_without_failure(), strict=True)):
         assert [told[0:3:2] for told in one.told] == [("Mine", None) if rank == stage[1] else ("PeerFailed", stage[1])]
         assert one.losses == other.losses and all(map(torch.equal, one.weights, other.weights))

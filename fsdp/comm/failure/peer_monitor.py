@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 from fsdp.comm.failure.desync import TIME_OUT, DesyncDetector, Store
 from fsdp.comm.failure.ended_processes import Neighbours
 from fsdp.comm.failure.joint_waits import JointWaits
-from fsdp.comm.failure.pending_call import OPENS, RESTART_CALL, PendingCall
+from fsdp.comm.failure.pending_call import OPENS, RESTART_CALL, PendingCall, steps_apart
 from fsdp.comm.failure.unreachable_hosts import Connections
 from fsdp.errors import EVERY_RANK, FEWER_BATCHES, PeerFailed, ShardingError, WorldError
 
@@ -309,14 +309,10 @@ class PeerMonitor:
         self._wait_for_all(keys)
         states = [json.loads(self._store.get(key)) for key in keys]
         other = next((rank for rank, (_, launched) in enumerate(states) if launched != states[0][1]), None)
-        counts = [completed for completed, _ in states]
-        if len(set(counts)) > 1:
+        apart = steps_apart({rank: completed for rank, (completed, _) in zip(self.ranks, states, strict=True)})
+        if apart is not None:
             self._device_may_wait_forever = other is not None
-            ahead, behind = counts.index(max(counts)), counts.index(min(counts))
-            self._fail_for_good(
-                f"rank {self.ranks[ahead]} has completed a backward that rank {self.ranks[behind]} has abandoned, so their "
-                "parameters may be a step apart: load a checkpoint, on all ranks."
-            )
+            self._fail_for_good(apart)
         if other is not None:
             self._fail_for_good(
                 f"rank {self.ranks[other]} and rank {self.ranks[0]} have launched different collectives on their devices in "

@@ -144,6 +144,17 @@ def evaluated_alone(counts: Mapping[int, int]) -> list[int]:
     return [rank for rank, count in counts.items() if count > min(counts.values())]
 
 
+def steps_apart(completed: Mapping[int, int]) -> str | None:
+    """The error if a rank has completed a backward that another one has abandoned. `completed`: backwards, by rank."""
+    ahead, behind = (choose(completed, key=completed.__getitem__) for choose in (max, min))
+    if completed[ahead] == completed[behind]:
+        return None
+    return (
+        f"rank {ahead} has completed a backward that rank {behind} has abandoned, so their parameters may be a step apart: "
+        "load a checkpoint, on all ranks."
+    )
+
+
 def is_deadlock(found: dict[int, PendingCall], size: int) -> bool:
     """Whether every rank waits for a call that some rank has not made."""
     return len(found) == size and all(absent_ranks(pending, found) and not pending.on_device for pending in found.values())
