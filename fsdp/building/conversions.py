@@ -51,9 +51,20 @@ def _convert(parameters: Collection[nn.Parameter], fn: Conversion) -> None:
             )
     for _, parameter in shards:
         put_values(parameter, fn)
+    convert_plain(parameters, fn)
+
+
+def convert_plain(parameters: Collection[nn.Parameter], fn: Conversion) -> None:
+    """Give those parameters that no unit has the values that `fn` makes of them."""
     for parameter in parameters:
         if owning_unit(parameter) is None:
-            parameter.data = fn(parameter.data)
+            made = fn(parameter.data)
+            if made.is_meta is parameter.is_meta:
+                parameter.data = made
+            else:  # torch refuses such a `.data`
+                other = nn.Parameter(made, parameter.requires_grad)
+                other.__dict__.update(parameter.__dict__)
+                torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
 
 
 class Converter:

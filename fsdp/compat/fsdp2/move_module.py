@@ -51,9 +51,7 @@ def convert_params(parameters: Collection[nn.Parameter], fn: Conversion) -> None
         for parameter in _ref(module).unit.sharded_params:
             if id(parameter) in chosen:
                 conversions.put_values(parameter, fn)
-    for parameter in parameters:
-        if owning_unit(parameter) is None:
-            parameter.data = fn(parameter.data)
+    conversions.convert_plain(parameters, fn)
 
 
 def _to_convert(unit: Unit, fn: Conversion, chosen: Collection[int]) -> set[int]:

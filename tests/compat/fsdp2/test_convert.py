@@ -106,6 +106,23 @@ def test_the_layers_of_a_model_on_the_meta_device_get_memory_one_by_one(rank: in
     assert all(parameter.grad is not None for parameter in parameters)
 
 
+@pytest.mark.parametrize("get_memory", [lambda model, state: model.to_empty(device="cpu"), lambda model, state: None])
+@on_ranks(2)
+def test_an_ignored_parameter_on_the_meta_device_gets_memory_too(rank: int, get_memory: Callable[..., object]) -> None:
+    with torch.device("meta"):
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    ignored = model[1].weight
+    ignored.mark = "kept"
+    fully_shard(model, ignored_params={ignored})
+    state = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).state_dict()
+    get_memory(model, state)
+    model.load_state_dict(state)
+    assert not on_meta(model) and model[1].weight is ignored and ignored.mark == "kept" and ignored.requires_grad
+    assert torch.equal(ignored, state["1.weight"])
+    model(torch.ones(2, 4)).sum().backward()
+    assert ignored.grad is not None
+
+
 @pytest.mark.filterwarnings("ignore:for 1.1.num_batches_tracked")  # BatchNorm adds it to a state dict that leaves it out
 @on_ranks(2)
 def test_two_loads_give_memory_to_what_each_of_them_names(rank: int) -> None:
