@@ -74,12 +74,21 @@ def called_by_this_package() -> bool:
     return False
 
 
-def loading_call() -> tuple[nn.Module, dict[str, Any], bool] | None:
-    """The module, state dict and `strict` of the `load_state_dict` that runs, which its hooks do not receive."""
+def loading_call() -> tuple[nn.Module, dict[str, Any], bool, bool] | None:
+    """The module, state dict, `strict` and `assign` of the `load_state_dict` that runs, which its hooks do not receive."""
     for frame in _frames():
         if frame.f_code is _LOAD:
-            return frame.f_locals["self"], frame.f_locals["state_dict"], frame.f_locals["strict"]
+            given = frame.f_locals
+            return given["self"], given["state_dict"], given["strict"], given["assign"]
     return None
+
+
+def assigns(metadata: dict[str, Any]) -> bool:
+    """Whether the load that runs has assign=True. torch leaves that in the state dict, for later loads of it as well."""
+    call = loading_call()
+    if call is not None and not call[3]:
+        metadata.pop("assign_to_params_buffers", None)
+    return "assign_to_params_buffers" in metadata
 
 
 def modules_being_saved() -> Iterator[nn.Module]:

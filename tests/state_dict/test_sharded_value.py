@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import fsdp
+from fsdp.compat.torch_fsdp import FullyShardedDataParallel as FSDP1
 from fsdp.shards.sharded_value import ShardedValue
 from tests.support.models import CASES, Block, Case, Net, make_net, weights_of, world_log, wrap
 from tests.support.ranks import on_ranks, refusals
@@ -205,6 +206,16 @@ class TestLoadStateDict:
     def test_assign_is_refused(self, rank: int) -> None:
         with pytest.raises(fsdp.ShardingError, match="assign=True would replace its shards"):
             wrap(CASES["net"]).load_state_dict(shifted(CASES["net"]), assign=True)
+
+    @pytest.mark.parametrize("wrapper", [lambda model: fsdp.fully_shard(model, auto_wrap_policy={Block}), FSDP1])
+    @on_ranks(2)
+    def test_a_state_dict_that_a_plain_model_was_assigned_is_loaded(self, rank: int, wrapper: Any) -> None:
+        state = make_net().state_dict()
+        make_net().load_state_dict(state, assign=True)
+        model = wrapper(make_net())
+        parameters = [*model.parameters()]
+        model.load_state_dict(state)
+        assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
 
     @on_ranks(2)
     def test_a_module_that_takes_other_names_still_does(self, rank: int) -> None:
