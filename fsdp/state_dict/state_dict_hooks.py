@@ -195,12 +195,10 @@ def loads_other_names(target: nn.Module) -> bool:
 
 def _takes_other_names(module: nn.Module) -> bool:
     foreign = [hook for hook in _load_hooks(module) if not isinstance(getattr(hook, "__self__", None), StateHooks)]
-    overridden = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
-    # torch's own modules load from plain names; the only hook of a wrapper removes the wrapper's name
-    return bool(
-        (foreign and not TRANSPARENT & module._modules.keys())
-        or (overridden and not type(module).__module__.startswith("torch.nn."))
-    )
+    # torch's own classes load from plain names, and so do ours; the only hook of a wrapper removes the wrapper's name
+    kinds = (kind for kind in type(module).__mro__ if not kind.__module__.startswith(("torch.nn.", "fsdp.")))
+    overridden = any("_load_from_state_dict" in vars(kind) for kind in kinds)
+    return bool(foreign and not TRANSPARENT & module._modules.keys()) or overridden
 
 
 def _checks(module: nn.Module) -> bool:

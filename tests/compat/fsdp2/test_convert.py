@@ -137,6 +137,23 @@ def test_two_loads_give_memory_to_what_each_of_them_names(rank: int) -> None:
     assert torch.equal(fsdp.full_tensor(model[1][0].weight), rest["1.0.weight"])
 
 
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@on_ranks(2)
+def test_a_module_around_wrapped_ones_that_is_not_wrapped_loads_with_assign(rank: int, device: str) -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    with torch.device(device):
+        model: Any = nn.Sequential(block(), block(), nn.Linear(4, 4))
+    fully_shard(model[0]), fully_shard(model[1])
+    parameters = [*model[:2].parameters()]
+    state = nn.Sequential(block(), block(), nn.Linear(4, 4)).double().state_dict()
+    model.load_state_dict(state, assign=True)
+    assert all(p is q for p, q in zip(model[:2].parameters(), parameters, strict=True))
+    assert all(torch.equal(fsdp.full_tensor(p), state[name]) for name, p in model[:2].named_parameters())
+    assert model(torch.ones(2, 4).double() + rank).dtype is torch.float64
+
+
 @on_ranks(2)
 def test_all_of_a_model_gets_memory_if_a_module_loads_from_other_names(rank: int) -> None:
     def rename(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
