@@ -222,6 +222,7 @@ class SimulatedCommunicator(Communicator):
         ranks = sorted((self.ranks[source], self.ranks[target]))
         pair = self._here.comm(f"{self.name}, messages {tag} from {source} to {target}", ranks)
         pair._family = self._family
+        self._follow_epoch()
         return pair.broadcast(tensor, ranks.index(self.ranks[source]), "message")
 
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
@@ -260,13 +261,16 @@ class SimulatedCommunicator(Communicator):
 
     def _launch_unrecorded(self, kind: str, side: Side, received: int) -> "_PendingWork":
         self._log.append(Call(self.name, kind, side.label, received))
-        rank = self.ranks[self.rank]
-        epoch = self._world.epoch_of(self._family, rank)
-        if epoch != self._epoch:
-            self._epoch, self._called, self._completed = epoch, 0, self._world.abandoned[self._family, rank].completed
-        number, self._called = self._called, self._called + 1
-        operation = Operation(self.name, self._family, self.ranks, epoch, number)
+        self._follow_epoch()
+        rank, number, self._called = self.ranks[self.rank], self._called, self._called + 1
+        operation = Operation(self.name, self._family, self.ranks, self._epoch, number)
         return _PendingWork(self._world, rank, self._world.launch(rank, operation, side._replace(completed=self._completed)))
+
+    def _follow_epoch(self) -> None:
+        """A call begins the epoch that follows an abandoned step."""
+        step = self._world.abandoned.get((self._family, self.ranks[self.rank]))
+        if step is not None and step.epoch != self._epoch:
+            self._epoch, self._called, self._completed = step.epoch, 0, step.completed
 
 
 class Abandoned(NamedTuple):
