@@ -25,7 +25,7 @@ from fsdp.errors import ShardingError
 from fsdp.shards.dtensors import STANDS_FOR
 from fsdp.shards.info import ShardInfo
 from fsdp.shards.refusals import refuse_compiled
-from fsdp.shards.shard_parameter import EmptyShardParameter, ShardParameter, summoned
+from fsdp.shards.shard_parameter import Clock, EmptyShardParameter, ShardParameter, summoned
 from fsdp.shards.shard_tensor import ShardTensor, as_shard, local_operators, plain
 from fsdp.shards.sharded_value import ShardedValue
 from fsdp.shards.state_placement import State, StatePlacement, outline_of, placed, where_of
@@ -39,6 +39,11 @@ NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})
 """Keys under which these optimizers keep one number for a parameter. It is the same on every rank."""
 _hooked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 """The optimizers with hooks, each with the number of its sharded parameters when its state was last looked through."""
+shard_ends: Final = Clock()
+"""How often shards were made ordinary parameters, which may be cut anew, in the whole process."""
+_known_ends: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+"""The count of `shard_ends` when the state of an optimizer was last compared with its parameters."""
+_REMEDY: Final = "take fsdp.full_optim_state_dict before fsdp.unwrap, and load it with fsdp.load_full_optim_state_dict"
 _FULL: Final = "full_state_dict=True"
 StateDict = dict[str, Any]
 Parameters = dict[Any, ShardParameter]
@@ -68,6 +73,24 @@ def hook_state(optimizer: Optimizer) -> None:
     _hooked[optimizer] = sharded
 
 
+def refuse_stale_state(optimizer: Optimizer) -> None:
+    """Raise ShardingError if `optimizer` has state of shards that a parameter does not have any more."""
+    if _known_ends.get(optimizer, 0) == shard_ends.count:
+        return
+    known = type(optimizer) in ELEMENT_WISE_OPTIMIZERS
+    for parameter, kept in optimizer.state.items():
+        for key, one in kept.items():
+            if isinstance(parameter, ShardParameter):
+                _part(parameter.shard_info, key, one, known)
+            # fused implementations compare no shapes: they would write past the end
+            elif known and type(one) is Tensor and key not in NUMBERS and one.shape != parameter.shape:
+                raise ShardingError(
+                    f"{type(optimizer).__name__}: the state {key!r} of shape {tuple(one.shape)} is that of a shard, and the "
+                    f"parameter has shape {tuple(parameter.shape)} since its module was unwrapped: {_REMEDY}."
+                )
+    _known_ends[optimizer] = shard_ends.count
+
+
 def before_step(optimizer: Optimizer, *_: object) -> None:
     """See `hook_state`. Raise ShardingError if the step needs parts of parameters while the model shows their full values."""
     full = _summoned(optimizer)
@@ -78,6 +101,7 @@ def before_step(optimizer: Optimizer, *_: object) -> None:
         stands_for = STANDS_FOR in parameter.__dict__ and parameter.requires_grad
         if stands_for or any(isinstance(one, ShardTensor) for one in kept):
             _refuse_summoned(optimizer, "step", parameter)
+    refuse_stale_state(optimizer)
     hook_state(optimizer)
 
 
@@ -250,7 +274,7 @@ def _info_for(info: ShardInfo, shape: tuple[int, ...], local_shape: torch.Size) 
 
 def _refuse_cut(info: ShardInfo, key: str) -> NoReturn:
     raise ShardingError(
-        f"load_state_dict of the optimizer: {key!r} of {info.name!r} was cut in another way than this model's parameter (other "
-        "ranks, or other units): save with fsdp.save and load with fsdp.load, or with torch's dcp.save and dcp.load, which cut "
-        "it anew."
+        f"the optimizer's state {key!r} of {info.name!r} was cut in another way than this model's parameter (other ranks, or "
+        "other units): save with fsdp.save and load with fsdp.load, or with torch's dcp.save and dcp.load, which cut it anew; "
+        f"or {_REMEDY}."
     )

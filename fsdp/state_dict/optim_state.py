@@ -18,7 +18,7 @@ from fsdp.comm.joint_gather import broadcast_all
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call
 from fsdp.shards.cut import Shape
-from fsdp.shards.optimizer_state import adopt_state, hook_state
+from fsdp.shards.optimizer_state import adopt_state, hook_state, refuse_stale_state
 from fsdp.shards.state_placement import State, StatePlacement, everywhere, has_dimensions, outline_of, placed, where_of
 from fsdp.state_dict.fqns import given_by, plain_fqn
 from fsdp.state_dict.full_state import Copies
@@ -114,7 +114,7 @@ class OptimizerView:
         that have elements.
 
         Raises:
-            ShardingError: the optimizer keeps state under a key that is no parameter.
+            ShardingError: the optimizer keeps state under a key that is no parameter, or of shards that were cut in another way.
         """
         stepped = {id(p) for p in self.parameters.values()}
         kept_for = [key for key, kept in self.optimizer.state.items() if id(key) not in stepped and kept != {}]
@@ -124,6 +124,8 @@ class OptimizerView:
                 f"{self.operation}: the optimizer has state under {foreign}, which belongs to no parameter and would be lost; "
                 "keep it in an option of its groups, or outside the optimizer."
             )
+        if self._given is None:
+            refuse_stale_state(self.optimizer)
         state: Mapping[Any, dict[str, Any]] = self.optimizer.state if self._given is None else self._given
         kept: State = {name: state[p] for name, p in self.parameters.items() if self.holds(name) and state.get(p)}
         for name in kept.keys() & self.param_shards.keys():

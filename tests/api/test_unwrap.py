@@ -133,6 +133,28 @@ def test_the_step_of_an_optimizer_with_state_of_shards_is_refused(rank: int) -> 
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("plain_shards", [False, True])
+@pytest.mark.parametrize("policy", [None, {nn.Linear}])
+def test_an_optimizer_of_shards_that_are_cut_anew_is_refused(
+    rank: int, plain_shards: bool, policy: set[type[nn.Module]] | None
+) -> None:
+    """Fused implementations compare no shapes: they would write past the end of the state."""
+    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block}, plain_shards=plain_shards)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    backward(model, torch.ones(2, 6))
+    optimizer.step()
+    state = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+    model = fsdp.fully_shard(fsdp.unwrap(model), auto_wrap_policy=policy, plain_shards=plain_shards)
+    backward(model, torch.ones(2, 6))
+    with pytest.raises(fsdp.ShardingError, match="full_optim_state_dict before fsdp"):
+        optimizer.step()
+    with pytest.raises(fsdp.ShardingError):
+        fsdp.full_optim_state_dict(model, optimizer)
+    fsdp.load_full_optim_state_dict(model, optimizer, state)
+    optimizer.step()
+
+
+@on_ranks(2)
 def test_a_graph_from_before_is_refused(rank: int) -> None:
     model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
     loss = loss_of(model(torch.ones(2, 6)))

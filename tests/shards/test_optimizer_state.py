@@ -370,7 +370,7 @@ class TestLoadStateDict:
         def fn(rank: int) -> None:
             model, optimizer = trained(case, rank, OPTIMIZERS["AdamW"], steps=1)
             wanted = everything(model, optimizer)
-            text = r"load_state_dict of the optimizer: '.*' of '.*' was cut in another way.*fsdp.load"
+            text = r"the optimizer's state '.*' of '.*' was cut in another way.*fsdp.load"
             with pytest.raises(fsdp.ShardingError, match=text):
                 optimizer.load_state_dict(by_two[1])
             assert_same_state(everything(model, optimizer), wanted)
