@@ -28,7 +28,7 @@ class _PutAway(NamedTuple):
 
 
 _put_away: Final[weakref.WeakKeyDictionary[Engine, _PutAway]] = weakref.WeakKeyDictionary()
-"""By the first engine of each model that is in host memory."""
+"""By each engine whose units are in host memory. Those of one call of `offload` have one, and come back together."""
 
 
 @torch.no_grad()
@@ -49,8 +49,9 @@ def offload(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
     engines = engines_in(model, "offload")
     for engine in engines:
         _refuse(engine)
-    put_away = _put_away[engines[0]] = _PutAway(HostCopies(), [])
+    put_away = _PutAway(HostCopies(), [])
     for engine in engines:
+        _put_away[engine] = put_away
         reshard(engine)
         for unit in engine.units:
             unit.set_put_away(True)
@@ -71,23 +72,21 @@ def offload(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def onload(model: nn.Module) -> None:
-    """Move what `fsdp.offload` has moved to host memory back to the device. Does nothing if nothing was moved.
+    """Move what `fsdp.offload` has moved to host memory back to the device: all of that call. Does nothing if nothing was moved.
 
     Raises:
         torch.OutOfMemoryError: the device has too little memory. Free some, and call this again.
         ShardingError: the model contains no unit, or is only a part of a root.
     """
-    engines = engines_in(model, "onload")
-    put_away = _put_away.get(engines[0])
-    if put_away is None:
-        return
-    put_away.copies.move_back()
-    for handle in put_away.handles:
-        handle.remove()
-    for engine in engines:
-        for unit in engine.units:
-            unit.set_put_away(False)
-    del _put_away[engines[0]]
+    found = [_put_away[engine] for engine in engines_in(model, "onload") if engine in _put_away]
+    for put_away in {id(one): one for one in found}.values():
+        put_away.copies.move_back()
+        for handle in put_away.handles:
+            handle.remove()
+        for engine in [engine for engine, one in _put_away.items() if one is put_away]:
+            for unit in engine.units:
+                unit.set_put_away(False)
+            del _put_away[engine]
 
 
 def _refuse(engine: Engine) -> None:

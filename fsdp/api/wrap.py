@@ -347,6 +347,7 @@ def _check_plan(plan: Sequence[Planned], comms: CommContext, config: Config, mod
                 "wrapping."
             )
         if inner is not None:
+            inner.unit.refuse_put_away()
             check_ranks(one.name, inner.unit, comms, config)
     check_devices(plan, comms.world_comm)
     slots = ((info.names[0], module) for one in plan for info in one.param_infos for module, _ in info.slots)

@@ -33,3 +33,28 @@ def test_training_goes_on_with_the_same_bits_and_calls_in_between_are_refused() 
     for mine, plain in zip(found, wanted, strict=True):
         assert mine.keys() == plain.keys() and mine
         assert all(torch.equal(mine[name], value) for name, value in plain.items())
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_models_that_were_put_away_together_come_back_together(order: tuple[int, int]) -> None:
+    def fn(rank: int) -> None:
+        models = nn.ModuleList(fsdp.fully_shard(nn.Linear(4, 4)) for _ in range(2))
+        fsdp.offload(models)
+        for number in order:
+            fsdp.onload(models[number])
+        for model in models:
+            model(torch.ones(2, 4)).sum().backward()
+
+    fsdp.simulate(2, fn)
+
+
+def test_a_model_is_not_wrapped_again_meanwhile() -> None:
+    def fn(rank: int) -> None:
+        model = fsdp.fully_shard(nn.Linear(4, 4))
+        fsdp.offload(model)
+        with pytest.raises(fsdp.ShardingError, match=r"call fsdp\.onload\(model\) first"):
+            fsdp.fully_shard(nn.Sequential(model))
+        fsdp.onload(model)
+        fsdp.fully_shard(nn.Sequential(model))(torch.ones(2, 4)).sum().backward()
+
+    fsdp.simulate(2, fn)
