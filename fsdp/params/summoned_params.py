@@ -75,10 +75,12 @@ class FullParams:
     def check(self) -> None:
         """Raise ShardingError if a parameter points at a tensor of another shape or dtype, which no shard could take."""
         for full, _, name, placement, view, address in self._gathered:
-            if full.shape != view.shape or full.dtype != view.dtype or _address(placement, full) != address:
+            fits = full.shape == view.shape and full.dtype == view.dtype
+            if not fits or _address(placement, full) != address:
+                what = "a DTensor, whose values are in its local tensor" if fits else f"{tuple(view.shape)}, {view.dtype}"
                 raise ShardingError(
                     f"parameter {name!r} became {tuple(full.shape)}, {full.dtype} inside summon_full_params by `.data = x`; "
-                    f"it is {tuple(view.shape)}, {view.dtype}. Copy into it instead."
+                    f"it is {what}. Copy into it instead."
                 )
 
     @torch.no_grad()
