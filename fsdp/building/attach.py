@@ -24,6 +24,7 @@ from fsdp.runtime.refuse_copy import refuse_on_meta
 from fsdp.runtime.registry import UnitRef
 from fsdp.runtime.steps import check_steps
 from fsdp.runtime.uneven.common_path import CommonPath
+from fsdp.shards.optimizer_state import cuts
 from fsdp.shards.optimizer_steps import hook_optimizers
 from fsdp.state_dict.state_dict_hooks import StateHooks
 
@@ -37,6 +38,7 @@ def attach(
     it, each as the end of a sentence.
     """
     hook_optimizers()
+    cuts.count += 1
     device = next((unit.device for unit in units if unit.flats), torch.device("cpu"))
     offloads = any(unit.copies_shards for unit in units)
     streams = delayed(make_streams(device, len(comms.lanes), offloads), comms.world_comm.rank, device)

@@ -12,7 +12,7 @@ from fsdp.params.param_info import ParamInfo
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.shards.dtensors import is_replaced
-from fsdp.shards.optimizer_state import shard_ends
+from fsdp.shards.optimizer_state import cuts
 from fsdp.shards.shard_tensor import plain
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
 
@@ -59,7 +59,7 @@ def dissolve(unit: Unit, has_grad: HasGrad, keeps: bool = True) -> None:
 
     Memory: the full parameters and gradients of the unit, beside its shards; without `keeps`, one parameter.
     """
-    shard_ends.count += 1
+    cuts.count += 1
     for param_shard in param_shards_of(unit):
         parameter = param_shard.parameter
         full = _gather(param_shard, plain(parameter), unit)

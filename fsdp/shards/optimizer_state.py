@@ -8,11 +8,10 @@ The first step, and each call of this engine that is given an optimizer, sets th
 none yet. Its state is looked through at its first step.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -37,12 +36,12 @@ ELEMENT_WISE_OPTIMIZERS: Final = (
 """torch's optimizers whose step computes each element of a parameter from the same element of its gradient and state."""
 NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})
 """Keys under which these optimizers keep one number for a parameter. It is the same on every rank."""
-_hooked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-"""The optimizers with hooks, each with the number of its sharded parameters when its state was last looked through."""
-shard_ends: Final = Clock()
-"""How often shards were made ordinary parameters, which may be cut anew, in the whole process."""
-_known_ends: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-"""The count of `shard_ends` when the state of an optimizer was last compared with its parameters."""
+_hooked: WeakSet[Optimizer] = WeakSet()
+"""The optimizers with hooks."""
+cuts: Final = Clock()
+"""How often parameters were cut into shards, or made ordinary again, in the whole process."""
+_known_cuts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+"""The count of `cuts` when the state of an optimizer was last compared with its parameters."""
 _REMEDY: Final = "take fsdp.full_optim_state_dict before fsdp.unwrap, and load it with fsdp.load_full_optim_state_dict"
 _FULL: Final = "full_state_dict=True"
 StateDict = dict[str, Any]
@@ -51,15 +50,13 @@ Parameters = dict[Any, ShardParameter]
 
 
 def hook_state(optimizer: Optimizer) -> None:
-    """Turn the state of `optimizer` into shards, and set the hooks on its state dict, if this was not done yet.
+    """Turn the state of `optimizer` into shards, and set the hooks on its state dict, if it has none yet.
 
     Raises:
         ShardingError: some state does not fit its parameter, or the step of the optimizer is compiled.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    sharded = sum([count for kind, count in Counter(map(type, parameters)).items() if issubclass(kind, ShardParameter)])
-    known = _hooked.get(optimizer)
-    if not sharded or known == sharded:
+    if optimizer in _hooked or not any([issubclass(kind, ShardParameter) for kind in set(map(type, parameters))]):
         return
     if any(base.__module__.startswith("torchao.") for base in type(optimizer).__mro__):
         refuse_compiled(type(optimizer).__name__, "torchao compiles it")
@@ -67,32 +64,40 @@ def hook_state(optimizer: Optimizer) -> None:
         refuse_compiled(type(optimizer).__name__, "it calls functions that are compiled with fullgraph=True")
     adopt_state(optimizer)
     # a wrapper that never calls Optimizer.__init__ has a state dict of its own, around that of the optimizer in it
-    if known is None and hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+    if hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         optimizer.register_state_dict_post_hook(_give_values)
         optimizer.register_load_state_dict_pre_hook(_take_values)
-    _hooked[optimizer] = sharded
+    _hooked.add(optimizer)
 
 
-def refuse_stale_state(optimizer: Optimizer) -> None:
-    """Raise ShardingError if `optimizer` has state of shards that a parameter does not have any more."""
-    if _known_ends.get(optimizer, 0) == shard_ends.count:
+def compare_state(optimizer: Optimizer) -> None:
+    """Cut full state of parameters that have become shards, as far as it is known to be such.
+
+    Raises:
+        ShardingError: some state is of shards that a parameter does not have any more, or does not fit it.
+    """
+    if _known_cuts.get(optimizer, 0) == cuts.count:
         return
     known = type(optimizer) in ELEMENT_WISE_OPTIMIZERS
-    for parameter, kept in optimizer.state.items():
-        for key, one in kept.items():
-            if isinstance(parameter, ShardParameter):
-                _part(parameter.shard_info, key, one, known)
+    for parameter in [one for one in optimizer.state if isinstance(one, Tensor)]:
+        kept = optimizer.state[parameter]
+        if isinstance(parameter, ShardParameter):
+            with local_operators():
+                parts = {key: _part(parameter.shard_info, key, one, known) for key, one in kept.items()}
+            kept.update(parts if known else {})  # others may keep statistics over this rank's part
+            continue
+        for key, one in kept.items() if known else ():
             # fused implementations compare no shapes: they would write past the end
-            elif known and type(one) is Tensor and key not in NUMBERS and one.shape != parameter.shape:
+            if type(one) is Tensor and key not in NUMBERS and one.shape != parameter.shape:
                 raise ShardingError(
-                    f"{type(optimizer).__name__}: the state {key!r} of shape {tuple(one.shape)} is that of a shard, and the "
-                    f"parameter has shape {tuple(parameter.shape)} since its module was unwrapped: {_REMEDY}."
+                    f"{type(optimizer).__name__}: the state {key!r} has shape {tuple(one.shape)}, and the parameter has shape "
+                    f"{tuple(parameter.shape)} since its module was wrapped or unwrapped: {_REMEDY}."
                 )
-    _known_ends[optimizer] = shard_ends.count
+    _known_cuts[optimizer] = cuts.count
 
 
 def before_step(optimizer: Optimizer, *_: object) -> None:
-    """See `hook_state`. Raise ShardingError if the step needs parts of parameters while the model shows their full values."""
+    """See `hook_state` and `compare_state`. Raise ShardingError if the step needs parts while the model shows full values."""
     full = _summoned(optimizer)
     # one optimizer may have two models, of which the other is to be stepped
     others = full and any(p.grad is not None for group in optimizer.param_groups for p in group["params"] if p not in summoned)
@@ -101,8 +106,8 @@ def before_step(optimizer: Optimizer, *_: object) -> None:
         stands_for = STANDS_FOR in parameter.__dict__ and parameter.requires_grad
         if stands_for or any(isinstance(one, ShardTensor) for one in kept):
             _refuse_summoned(optimizer, "step", parameter)
-    refuse_stale_state(optimizer)
     hook_state(optimizer)
+    compare_state(optimizer)
 
 
 def _summoned(optimizer: Optimizer) -> list[Tensor]:

@@ -18,7 +18,7 @@ from fsdp.comm.joint_gather import broadcast_all
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call
 from fsdp.shards.cut import Shape
-from fsdp.shards.optimizer_state import adopt_state, hook_state, refuse_stale_state
+from fsdp.shards.optimizer_state import adopt_state, compare_state, hook_state
 from fsdp.shards.state_placement import State, StatePlacement, everywhere, has_dimensions, outline_of, placed, where_of
 from fsdp.state_dict.fqns import given_by, plain_fqn
 from fsdp.state_dict.full_state import Copies
@@ -125,7 +125,7 @@ class OptimizerView:
                 "keep it in an option of its groups, or outside the optimizer."
             )
         if self._given is None:
-            refuse_stale_state(self.optimizer)
+            compare_state(self.optimizer)
         state: Mapping[Any, dict[str, Any]] = self.optimizer.state if self._given is None else self._given
         kept: State = {name: state[p] for name, p in self.parameters.items() if self.holds(name) and state.get(p)}
         for name in kept.keys() & self.param_shards.keys():

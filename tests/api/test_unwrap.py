@@ -134,9 +134,9 @@ def test_the_step_of_an_optimizer_with_state_of_shards_is_refused(rank: int) -> 
 
 @on_ranks(2)
 @pytest.mark.parametrize("plain_shards", [False, True])
-@pytest.mark.parametrize("policy", [None, {nn.Linear}])
+@pytest.mark.parametrize(("policy", "ignored"), [(None, []), ({nn.Linear}, []), (None, ["leave"])])
 def test_an_optimizer_of_shards_that_are_cut_anew_is_refused(
-    rank: int, plain_shards: bool, policy: set[type[nn.Module]] | None
+    rank: int, plain_shards: bool, policy: set[type[nn.Module]] | None, ignored: list[str]
 ) -> None:
     """Fused implementations compare no shapes: they would write past the end of the state."""
     model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block}, plain_shards=plain_shards)
@@ -144,7 +144,9 @@ def test_an_optimizer_of_shards_that_are_cut_anew_is_refused(
     backward(model, torch.ones(2, 6))
     optimizer.step()
     state = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
-    model = fsdp.fully_shard(fsdp.unwrap(model), auto_wrap_policy=policy, plain_shards=plain_shards)
+    ignored_modules = [model.get_submodule(name) for name in ignored]
+    model = fsdp.unwrap(model)
+    fsdp.fully_shard(model, auto_wrap_policy=policy, plain_shards=plain_shards, ignored_modules=ignored_modules)
     backward(model, torch.ones(2, 6))
     with pytest.raises(fsdp.ShardingError, match="full_optim_state_dict before fsdp"):
         optimizer.step()
@@ -152,6 +154,23 @@ def test_an_optimizer_of_shards_that_are_cut_anew_is_refused(
         fsdp.full_optim_state_dict(model, optimizer)
     fsdp.load_full_optim_state_dict(model, optimizer, state)
     optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_state_of_an_optimizer_that_stepped_the_unwrapped_model_is_cut(rank: int, fused: bool) -> None:
+    plain, model = make_net(), fsdp.fully_shard(make_net())
+    wanted, optimizer = (torch.optim.AdamW(one.parameters(), lr=0.1, fused=fused) for one in (plain, model))
+    fsdp.full_optim_state_dict(model, optimizer)
+    model = fsdp.unwrap(model)
+    for wrap in (nn.Identity(), fsdp.fully_shard):
+        wrap(model)
+        for one, steps in ((plain, wanted), (model, optimizer)):
+            steps.zero_grad()
+            backward(one, torch.randn(2, 6, generator=torch.Generator().manual_seed(0)))
+            steps.step()
+    for mine, one in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(fsdp.full_tensor(mine), one)
 
 
 @on_ranks(2)
