@@ -4,22 +4,24 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, wraps
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.optim import Optimizer
 
 from fsdp.api.clip_and_scale import ShardedGradScaler
+from fsdp.autograd.frames import self_of_call
 from fsdp.comm.open_communicators import ProcessGroup, open_routed
 from fsdp.errors import ShardingError
 from fsdp.params.gathered_copies import backward_without_a_loss
 from fsdp.params.shown_params import owning_unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_in, reshard, unit_ref_of
+from fsdp.shards.shard_tensor import plain
 from state_machine import Event, Request
 
 
@@ -33,8 +35,8 @@ class PipelineStage(pipelining.PipelineStage):
 
     Memory: the unsharded gradients, until the last micro-batch.
 
-    A step that failed can be done again if no stage has reduced its gradients: make the stages and the schedule anew, because
-    torch's keep losses and buffers of it.
+    A step that failed can be done again: call `optimizer.zero_grad()`, and make the stages and the schedule anew, because torch's
+    keep losses and buffers of it.
 
     Make it after wrapping, on all ranks of the group alike: over gloo the group is routed, so that a rank that fails is named on
     the ranks of all stages. Communicates.
@@ -51,6 +53,8 @@ class PipelineStage(pipelining.PipelineStage):
         super().__init__(*args, **named)
         self._grads_before: dict[nn.Parameter, Tensor] = {}
         """Copies of gradients outside units from before a step, until it has divided what it adds."""
+        self._together: list[nn.Module] = []
+        """The modules with units among the stages of this rank that take the step which runs."""
         if self.group_size > 1:
             for engine in self._engines():
                 _staged.update(engine.units)
@@ -83,12 +87,16 @@ class PipelineStage(pipelining.PipelineStage):
         if not self._engines():
             return
         if self.has_backward:
-            if self._reduced().get(self.stage_index) and any([p.grad is not None for p in self.submod.parameters()]):
+            gradients = [p.grad for p in self.submod.parameters() if self.submod in _reduced and p.grad is not None]
+            if any([plain(one).to_dense().any() for one in gradients]):
                 raise ShardingError(
                     f"PipelineStage: stage {self.stage_index} has reduced the gradients of a step that failed in another stage "
                     "of this rank, and the step would add them once more; call optimizer.zero_grad() on all ranks first."
                 )
-            self._reduced()[self.stage_index] = False
+            _reduced.discard(self.submod)
+            schedule = self_of_call(PipelineScheduleMulti.step.__code__)
+            stages = [self] if schedule is None else [one for one in schedule._stages if isinstance(one, PipelineStage)]
+            self._together = [stage.submod for stage in stages if stage._engines()]
             self._grads_before = {parameter: gradient.clone() for parameter, gradient in self._grads_outside()}
         for engine in self._engines():
             engine.begin_pipeline_step()
@@ -147,19 +155,16 @@ class PipelineStage(pipelining.PipelineStage):
                     engine.reducer.divisor = 1
             reshard(engine)
             engine.in_pipeline_step = False
-        self._reduced()[self.stage_index] = True
-        if all(self._reduced().values()):
-            self._reduced().clear()
+        if self.has_backward:
+            _reduced.add(self.submod)
+            if _reduced.issuperset(self._together):
+                _reduced.difference_update(self._together)
         grads_before, self._grads_before = self._grads_before, {}
         for parameter, gradient in self._grads_outside() if divides else ():
             if (before := grads_before.get(parameter)) is None:
                 gradient.div_(grad_scale_factor)
             else:
                 gradient.sub_(before).div_(grad_scale_factor).add_(before)
-
-    def _reduced(self) -> dict[int, bool]:
-        """The stages of this rank whose step goes on in one of them, and whether each has reduced its gradients."""
-        return _reduced.setdefault(self.group or dist.group.WORLD, {})
 
     def _grads_outside(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The parameters that no unit has, such as those of ignored modules, with their gradients, if they have one."""
@@ -172,8 +177,8 @@ def _join_backward(engine: Engine) -> None:
         engine.on_event(index, Event.EXTERNAL_GRAD)
 
 
-_reduced: WeakKeyDictionary[Any, dict[int, bool]] = WeakKeyDictionary()
-"""By group of the ranks of a pipeline."""
+_reduced: WeakSet[nn.Module] = WeakSet()
+"""The modules of stages that have reduced their gradients in a step that has not ended for all stages of the rank."""
 _staged: WeakSet[Any] = WeakSet()
 """The units of stages of pipelines of several ranks."""
 

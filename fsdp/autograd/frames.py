@@ -49,6 +49,11 @@ def times_running(modules: Collection[nn.Module], method: CodeType, runner: obje
     return sum(id(callee) in watched for callee in callees)
 
 
+def self_of_call(method: CodeType) -> Any:
+    """The object of which `method` runs, the innermost one; None if there is none."""
+    return next((frame.f_locals["self"] for frame in _frames() if frame.f_code is method), None)
+
+
 def stepping_optimizer() -> str | None:
     """The class of the optimizer whose `step` calls this, but not through the forward of a module in its closure."""
     for frame in _frames():

@@ -165,7 +165,10 @@ def test_zero_bubble_trains_a_stage_whose_inputs_are_integers() -> None:
 
 @pytest.mark.parametrize(("direction", "zeroed"), [("forward", True), ("backward", True), ("backward", False)])
 def test_a_step_of_several_stages_a_rank_that_failed_is_done_again_without_what_was_reduced(direction: str, zeroed: bool) -> None:
-    """Twice. The last micro-batch fails in stage 1. Before its backward, stages 2 and 3 have reduced their gradients."""
+    """Twice. The last micro-batch fails in stage 1. Before its backward, stages 2 and 3 have reduced their gradients.
+
+    Without zeros, an evaluation and steps of another pipeline of the same ranks come between.
+    """
     wanted = nn.Sequential(*stages())
     for group in range(2):
         (nn.functional.mse_loss(wanted(batch(group)), batch(group)) / 2).backward()
@@ -173,31 +176,34 @@ def test_a_step_of_several_stages_a_rank_that_failed_is_done_again_without_what_
     def program(rank: int) -> None:
         mesh, every = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")), stages()
         place, data = mesh["pp"].get_local_rank(), batch(mesh["dp"].get_local_rank())
-        mine = nn.ModuleList([fsdp.fully_shard(every[number], mesh=mesh["dp"]) for number in (place, place + 2)])
-        micro_batch = count(1)
+        mine, others = (
+            nn.ModuleList([fsdp.fully_shard(some[number], mesh=mesh["dp"]) for number in (place, place + 2)])
+            for some in (every, stages())
+        )
+        micro_batch = count(0)  # in each step, torch calls a stage once before, for the shapes
 
         def fail(*_: object) -> None:
-            if rank == 3 and next(micro_batch) in (4, 12):
+            if rank == 3 and next(micro_batch) in (4, 14):
                 raise Mine
 
         layer: Any = every[1][0]
         (layer.register_forward_pre_hook if direction == "forward" else layer.register_full_backward_hook)(fail)
 
-        def step() -> None:
+        def step(modules: nn.ModuleList = mine, method: str = "step") -> None:
             place_of = partial(fsdp.PipelineStage, num_stages=4, device=torch.device("cpu"), group=mesh.get_group("pp"))
-            staged = [place_of(module, number) for module, number in zip(mine, (place, place + 2), strict=True)]
+            staged = [place_of(module, number) for module, number in zip(modules, (place, place + 2), strict=True)]
             schedule = ScheduleInterleaved1F1B(staged, 4, loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
-            schedule.step(*[data] * (place == 0), **({"target": data, "losses": []} if place else {}))  # type: ignore[arg-type]
+            getattr(schedule, method)(*[data] * (place == 0), **({"target": data, "losses": []} if place else {}))
 
         for _ in range(2):
             with pytest.raises(Exception) as failure:  # torch wraps errors of forwards
                 step()
             assert isinstance(cause_of(failure.value), Mine if rank == 3 else fsdp.PeerFailed)
             if not zeroed:
+                step(mine, "eval"), step(others), step(others)
                 with pytest.raises(fsdp.ShardingError, match=f"stage {place + 2} has reduced the gradients of a step that"):
                     step()
-                return
-            mine.zero_grad()
+            mine.zero_grad(set_to_none=zeroed)
             step()
             for number in (place, place + 2):
                 for name, p in every[number].named_parameters():
