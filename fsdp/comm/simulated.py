@@ -117,7 +117,7 @@ class SimulatedRank:
         self.size = world.size
         self.log: list[Call] = []
         self._world = world
-        self._comms: dict[str, SimulatedCommunicator] = {}
+        self.comms: dict[str, SimulatedCommunicator] = {}
         self.turn = threading.Lock()
         """Released when it is this rank's turn."""
         self.turn.acquire()
@@ -131,9 +131,9 @@ class SimulatedRank:
         """Return the communicator of that name among `ranks` (None: all), sorted. The n-th calls in an epoch meet."""
         members = tuple(range(self.size) if ranks is None else sorted(ranks))
         full = name if len(members) == self.size else f"{name} of {name_ranks(members)}"
-        if full not in self._comms:
-            self._comms[full] = SimulatedCommunicator(self._world, self, full, members)
-        return self._comms[full]
+        if full not in self.comms:
+            self.comms[full] = SimulatedCommunicator(self._world, self, full, members)
+        return self.comms[full]
 
     def let_others_run(self) -> None:
         """Let another rank take over, as at a collective."""
@@ -267,10 +267,14 @@ class SimulatedCommunicator(Communicator):
         return _PendingWork(self._world, rank, self._world.launch(rank, operation, side._replace(completed=self._completed)))
 
     def _follow_epoch(self) -> None:
-        """A call begins the epoch that follows an abandoned step."""
-        step = self._world.abandoned.get((self._family, self.ranks[self.rank]))
-        if step is not None and step.epoch != self._epoch:
-            self._epoch, self._called, self._completed = step.epoch, 0, step.completed
+        """A call begins the epoch that follows an abandoned step: on all communicators, on which another one may be abandoned."""
+        rank, abandoned = self._here.rank, self._world.abandoned
+        if self._world.epoch_of(self._family, rank) == self._epoch:
+            return
+        for comm in self._here.comms.values():
+            step = abandoned.get((comm._family, rank))
+            if step is not None and step.epoch != comm._epoch:
+                comm._epoch, comm._called, comm._completed = step.epoch, 0, step.completed
 
 
 class Abandoned(NamedTuple):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp
-from tests.comm.failure.dimension_programs import LATE, STAGES, Retried, stage_retried
+from tests.comm.failure.dimension_programs import LATE, STAGES, Mine, Retried, stage_retried
 from tests.compat.fsdp2 import test_pipelines_gloo as pipeline
 from tests.support.everything import EVERYTHING
 from tests.support.ranks import on_ranks
@@ -350,3 +350,22 @@ def test_a_step_counts_as_a_change_of_dtensors(foreach: bool) -> None:
         return [p._version > version for p, version in zip(model.parameters(), before, strict=True)]
 
     assert all(map(all, fsdp.simulate(2, program)))
+
+
+def test_two_steps_in_a_row_fail_and_the_third_goes_on() -> None:
+    def fn(rank: int) -> list[str]:
+        model, failures = fsdp.fully_shard(nn.Linear(4, 4)), []
+
+        def fail(*_: object) -> None:
+            if rank and len(failures) < 2:
+                raise Mine
+
+        model.register_forward_pre_hook(fail)
+        for _ in range(3):
+            try:
+                model(torch.ones(2, 4)).sum().backward()
+            except (Mine, fsdp.PeerFailed) as error:
+                failures.append(type(error).__name__)
+        return failures
+
+    assert fsdp.simulate(2, fn) == [["PeerFailed"] * 2, ["Mine"] * 2]
