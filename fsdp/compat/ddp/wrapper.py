@@ -141,6 +141,9 @@ class DistributedDataParallel(ReplicatedModule):
         broadcasts = given is not False
         modules, params = left_alone(module, broadcasts)
         target = input_device(module, device_ids, output_device)
+        # with torch, too, only the older of the two names leaves out the broadcast at the start
+        keeps = not broadcasts and forward_sync_buffers is None
+        own = [(one, one.detach().clone()) for one in module.buffers()] if keeps else []
         super().__init__(
             module,
             process_group,
@@ -155,6 +158,8 @@ class DistributedDataParallel(ReplicatedModule):
             ignored_modules=modules,
             ignored_params=params,
         )
+        for buffer, value in own:
+            buffer.detach().copy_(value)
         self._input_device = target
         self._error = ""
         self._iteration = 0

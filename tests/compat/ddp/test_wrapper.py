@@ -143,6 +143,16 @@ def test_buffers_are_those_of_rank_0_unless_they_are_not_broadcast() -> None:
         assert not torch.equal(one, other)
 
 
+def test_buffers_begin_as_those_of_rank_0_unless_broadcast_buffers_is_false_as_in_ddp() -> None:
+    def mean(rank: int, **options: Any) -> Tensor:
+        net = Net()
+        net.norm.running_mean.fill_(rank + 1)
+        return ddp.DistributedDataParallel(net, **options).module.norm.running_mean
+
+    for options, expected in (({}, 1.0), ({"forward_sync_buffers": False}, 1.0), ({"broadcast_buffers": False}, 2.0)):
+        assert fsdp.simulate(2, partial(mean, **options))[1].tolist() == [expected] * 4
+
+
 def test_an_evaluation_after_training_has_the_buffers_of_rank_0_as_in_ddp() -> None:
     def run(rank: int, broadcasts: bool, under_no_sync: bool) -> tuple[Tensor, Tensor]:
         model = ddp.DistributedDataParallel(Net(), broadcast_buffers=broadcasts)
