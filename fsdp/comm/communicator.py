@@ -6,6 +6,7 @@ Rule 3: a rank that is alone has a communicator too, so callers need not ask for
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from fsdp.comm.failure.peer_monitor import PeerMonitor
 from fsdp.comm.failure.pending_call import Wait
-from fsdp.comm.work import DONE, CopyBack, Work, Works
+from fsdp.comm.work import DONE, Work, Works, WorkThen
 from fsdp.errors import PeerFailed, WorldError
 
 ReduceOp = Literal["sum", "max"]
@@ -157,11 +158,11 @@ class CarriesHostTensors:
         raise NotImplementedError
 
     def _carried(self, tensor: Tensor, launch: Callable[[Tensor], Work]) -> Work:
-        """Launch a collective of a tensor of a device, or of a copy of one on the host, which `wait` copies back."""
+        """Launch a collective of a tensor of a device, or of a copy of one on the host. `wait` copies it back; the host waits."""
         if tensor.device.type != "cpu":
             return launch(tensor)
         copy = tensor.to(self.carrier)
-        return CopyBack(launch(copy), copy, tensor)
+        return WorkThen(launch(copy), partial(tensor.copy_, copy))
 
     def all_gather(self, unsharded: Tensor, label: str, own: Tensor | None = None) -> Work:
         parent: Any = super()

@@ -23,7 +23,7 @@ from fsdp.comm.communicator import CarriesHostTensors, Communicator, ReduceOp, a
 from fsdp.comm.failure.desync import RECENT, WatchedWork
 from fsdp.comm.failure.peer_monitor import PeerMonitor
 from fsdp.comm.failure.pending_call import OBJECTS, PendingCall, names_a_unit
-from fsdp.comm.work import AllToAllReduceScatter, DeterministicAllReduce, Work, WorkBatch, reduce_scatter_by_exchange
+from fsdp.comm.work import DeterministicAllReduce, Work, WorkBatch, WorkThen, reduce_scatter_by_exchange, sum_of_two
 from fsdp.errors import ShardingError
 
 # The three collectives of every step are methods of the group itself: torch's functions around them cost 3 to 5 µs a call, and
@@ -217,7 +217,8 @@ class GlooCommunicator(ProcessGroupCommunicator):
             return super().reduce_scatter(bucket, into, label, fixed_order)
         received = torch.empty_like(into)
         work = self._launch("reduce_scatter", label, bucket, partial(self._swap, self._of_peer(bucket), received))
-        return AllToAllReduceScatter(work, received, into, bucket.narrow(0, self.rank * into.numel(), into.numel()))
+        own = bucket.narrow(0, self.rank * into.numel(), into.numel())
+        return WorkThen(work, partial(sum_of_two, own, received, into))
 
     def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
         swaps = self.size == 2 and bucket.device.type == "cpu"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -35,39 +36,18 @@ DONE: Final = Works(())
 """The work of a collective that had nothing to do."""
 
 
-class AllToAllReduceScatter:
-    """A reduce-scatter by an exchange of chunks. `wait` sums them: the same bits on every run."""
+class WorkThen:
+    """A collective in flight, and something that `wait` does after it: sums what was exchanged, or copies it back."""
 
-    __slots__ = ("_into", "_own", "_received", "_work")
+    __slots__ = ("_then", "_work")
 
-    def __init__(self, work: Work, received: Tensor, into: Tensor, own: Tensor | None = None) -> None:
+    def __init__(self, work: Work, then: Callable[[], object]) -> None:
         self._work = work
-        self._received = received
-        self._into = into
-        self._own = own
-        """This rank's chunk, if `received` does not contain it."""
+        self._then = then
 
     def wait(self) -> None:
         self._work.wait()
-        if self._own is None:
-            pairwise_sum(self._received.view(-1, self._into.numel()), self._into)
-        else:
-            sum_of_two(self._own, self._received, self._into)
-
-
-class CopyBack:
-    """A collective over a copy of a host tensor on a device. `wait` copies the result back, and the host program waits for it."""
-
-    __slots__ = ("_copy", "_tensor", "_work")
-
-    def __init__(self, work: Work, copy: Tensor, tensor: Tensor) -> None:
-        self._work = work
-        self._copy = copy
-        self._tensor = tensor
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._tensor.copy_(self._copy)
+        self._then()
 
 
 class WorkBatch:
@@ -118,7 +98,7 @@ Exchange = Callable[[Tensor, Tensor], Work]
 def reduce_scatter_by_exchange(exchange: Exchange, bucket: Tensor, into: Tensor) -> Work:
     """Launch a reduce-scatter (W * C,) -> (C,) as an exchange of chunks, which `wait` sums in a fixed order."""
     received = torch.empty_like(bucket)
-    return AllToAllReduceScatter(exchange(received, bucket), received, into)
+    return WorkThen(exchange(received, bucket), partial(pairwise_sum, received.view(-1, into.numel()), into))
 
 
 class DeterministicAllReduce(TwoPhaseWork):
