@@ -24,7 +24,7 @@ from fsdp.checkpoint.hf_safetensors import Writer, dtype_of, files_in, opened_fi
 from fsdp.checkpoint.manifest import NAME, read_manifest
 from fsdp.checkpoint.plain_values import pack, storable, unpack
 from fsdp.checkpoint.progress_bar import Progress
-from fsdp.checkpoint.save import RANDOM, CheckpointWriter
+from fsdp.checkpoint.save import RANDOM, plan_checkpoint, write_checkpoint
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError, require_package
 from fsdp.state_dict.fqns import EXTRA_STATE
@@ -95,9 +95,9 @@ def convert(path: Path, out: Path, to: str, max_shard_size: int) -> None:
                 f"convert: the optimizer state in {path} is by number, and only its optimizer knows the names; load it with "
                 "fsdp.load_full_optim_state_dict, then fsdp.save."
             )
-        meter = Progress("convert", False, 0)
         state = storable("convert", _each_rank(source, partial(pack, "convert: the values of a rank")))
-        CheckpointWriter(out, state, {}, ALONE, None, meter, max_shard_size).finish(ALONE)
+        plan = plan_checkpoint(out, state, ALONE, max_shard_size)
+        write_checkpoint(plan, {}, None, Progress("convert", False, 0), ALONE)
 
 
 def _each_rank(state: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:

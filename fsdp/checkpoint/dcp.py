@@ -214,8 +214,8 @@ class WritePlan:
         """
         # `record` syncs each file to disk
         self._planner, self._writer = _SavePlanner(), FileSystemWriter(folder, sync_files=False)
-        self._folder = folder
-        self._final = final
+        self.folder = folder
+        self.final = final
         self._staged = False
         self._file_bytes = file_bytes
 
@@ -248,21 +248,21 @@ class WritePlan:
         """
         self._planner.on_progress = on_progress
 
-        @not_written("save", self._final)
+        @not_written("save", self.final)
         def put() -> tuple[list[WriteResult], dict[str, Any]]:
             # the option is global, and other threads may be saving while this one writes in the background
             with nullcontext() if self._staged else _without_checksums_in_archives():
                 results = [result for plan in self._files() for result in self._writer.write_data(plan, self._planner).wait()]
             # torch wraps every tensor in an archive, so more bytes are written than tensors have
             share = self.nbytes / max(sum(result.size_in_bytes for result in results), 1)
-            return results, _records(self._folder, results, lambda count: on_progress(int(count * share)), not self._staged)
+            return results, _records(self.folder, results, lambda count: on_progress(int(count * share)), not self._staged)
 
-        @not_written("save", self._final)
+        @not_written("save", self.final)
         def finish() -> dict[str, Any]:
             if comm.rank != 0:
                 return {}
             self._writer.finish(self._metadata, [results for results, _ in answers])
-            path = self._folder / METADATA
+            path = self.folder / METADATA
             return {METADATA: record(path, [(0, path.stat().st_size)], at_once=not self._staged)}
 
         try:

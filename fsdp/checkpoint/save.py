@@ -8,6 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Final
@@ -128,12 +129,14 @@ def save(
     state = agree_on_refusals(world_comm, "save", lambda: storable("save", state))
     own_values.set_apart(state, model_view)
     own_comm = background_comm(world_comm) if async_ else world_comm
-    writer = CheckpointWriter(folder, state, _layout(model_view), world_comm, keep_last, meter)
+    plan = plan_checkpoint(folder, state, world_comm)
+    write = partial(write_checkpoint, plan, _layout(model_view), keep_last, meter, own_comm)
     if not async_:
-        writer.finish(world_comm)
+        write()
         return finished(folder)
-    writer.stage(world_comm)
-    return run_in_background(world_comm, folder, lambda: writer.finish(own_comm))
+    with removed_on_failure(plan.folder, world_comm):
+        agree_on_refusals(world_comm, "save", plan.stage)
+    return run_in_background(world_comm, folder, write)
 
 
 def refuse_kind(function_name: str, name: str, value: object, kinds: tuple[type, ...], wanted: str) -> None:
@@ -142,57 +145,45 @@ def refuse_kind(function_name: str, name: str, value: object, kinds: tuple[type,
         raise ShardingError(f"{function_name}: {name} is {value!r}; give {wanted}.")
 
 
-class CheckpointWriter:
-    """This rank's part of a checkpoint that all ranks have planned, and the hidden folder for it."""
+def plan_checkpoint(folder: Path, state: dict[str, Any], comm: Communicator, file_bytes: int | None = None) -> "WritePlan":
+    """Plan to write `state`, this rank's part of a nested state dict, in a hidden folder. Refuses what `begin` refuses.
 
-    def __init__(
-        self,
-        folder: Path,
-        state: dict[str, Any],
-        layout: dict[str, list[int]],
-        comm: Communicator,
-        keep_last: int | None,
-        progress: Progress,
-        file_bytes: int | None = None,
-    ) -> None:
-        """Plan to write `state`, this rank's part of a nested state dict. Communicates. Refuses what `begin` refuses."""
-        from fsdp.checkpoint import dcp
+    Communicates.
+    """
+    from fsdp.checkpoint import dcp
 
-        self._folder = folder
-        self._layout = layout
-        self._keep_last = keep_last
-        self._progress = progress
-        self._working = begin("save", folder, comm)
-        with removed_on_failure(self._working, comm):
-            self._plan: WritePlan = dcp.WritePlan(self._working, folder, state, comm, file_bytes or dcp.FILE_BYTES)
+    working = begin("save", folder, comm)
+    with removed_on_failure(working, comm):
+        return dcp.WritePlan(working, folder, state, comm, file_bytes or dcp.FILE_BYTES)
 
-    def stage(self, comm: Communicator) -> None:
-        """Copy this rank's part to the host. Communicates."""
-        with removed_on_failure(self._working, comm):
-            agree_on_refusals(comm, "save", self._plan.stage)
 
-    def finish(self, comm: Communicator) -> None:
-        """Write this rank's part. The folder appears when all ranks have written theirs, or never. Communicates."""
-        with removed_on_failure(self._working, comm), self._progress:
-            self._progress.begin(2 * self._plan.nbytes)
-            files = self._plan.write(comm, self._progress.add)
-            agree_on_refusals(comm, "save", lambda: self._publish(comm.size, files) if comm.rank == 0 else None)
+def write_checkpoint(
+    plan: "WritePlan", layout: dict[str, list[int]], keep_last: int | None, progress: Progress, comm: Communicator
+) -> None:
+    """Write this rank's part. The folder appears when all ranks have written theirs, or never. Communicates."""
+    with removed_on_failure(plan.folder, comm), progress:
+        progress.begin(2 * plan.nbytes)
+        files = plan.write(comm, progress.add)
+        agree_on_refusals(comm, "save", lambda: _publish(plan, layout, keep_last, comm.size, files) if comm.rank == 0 else None)
 
-    def _publish(self, world_size: int, files: dict[str, Any]) -> None:
-        """Write the manifest, make the checkpoint visible, and remove old checkpoints as `keep_last` says."""
-        from fsdp.checkpoint import dcp
 
-        stored = dcp.StoredCheckpoint(self._working)
-        tensors = {
-            key: {"shape": list(found.size), "dtype": str(found.properties.dtype).removeprefix("torch.")}
-            for key in stored.paths
-            if (found := stored.tensor(key)) is not None
-        }
-        with not_written("save", self._folder):
-            Manifest(world_size, time.time_ns(), tensors, self._layout, files).write(self._working)
-            publish("save", self._working, self._folder)
-        if self._keep_last is not None:
-            _prune(self._folder.parent, self._keep_last)
+def _publish(
+    plan: "WritePlan", layout: dict[str, list[int]], keep_last: int | None, world_size: int, files: dict[str, Any]
+) -> None:
+    """Write the manifest, make the checkpoint visible, and remove old checkpoints as `keep_last` says."""
+    from fsdp.checkpoint import dcp
+
+    stored = dcp.StoredCheckpoint(plan.folder)
+    tensors = {
+        key: {"shape": list(found.size), "dtype": str(found.properties.dtype).removeprefix("torch.")}
+        for key in stored.paths
+        if (found := stored.tensor(key)) is not None
+    }
+    with not_written("save", plan.final):
+        Manifest(world_size, time.time_ns(), tensors, layout, files).write(plan.folder)
+        publish("save", plan.folder, plan.final)
+    if keep_last is not None:
+        _prune(plan.final.parent, keep_last)
 
 
 def _layout(model_view: ModelView) -> dict[str, list[int]]:
