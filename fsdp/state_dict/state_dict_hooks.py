@@ -85,24 +85,28 @@ class StateHooks(RefuseCopy):
     def _put_sharded_values(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         if self._summoned:
             return
-        if self._shows_full_params:
-            self._give_storages(module, state_dict, prefix)
-            return
-        if self._unit.replaces_params:
-            self._put_dtensors(module, state_dict, prefix)
-            return
-        call = full_state_call()
         for slot, param_shard in self._slots[module].items():
             name = prefix + slot
             if name in state_dict:
-                value = param_shard.placement.value(name, param_shard.parameter)
-                state_dict[name] = value if call is None else self._in_full(param_shard, value, call)
+                state_dict[name] = self._shown(name, param_shard, state_dict[name])
 
-    def _give_storages(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Give each full parameter a storage of its own, over the same memory. Parameters that are tied share theirs."""
-        for slot, param_shard in self._slots[module].items():
-            if type(value := state_dict.get(prefix + slot)) is Tensor:
-                state_dict[prefix + slot] = self._with_own_storage(param_shard, value)
+    def _shown(self, name: str, param_shard: ParamShard, value: Any) -> Any:
+        """What the state dict has under `name` in place of `value`, which torch has put there.
+
+        A full parameter gets a storage of its own, over the same memory. A DTensor that torch made by `detach` is replaced by one
+        that `copy.deepcopy` can copy, and so is an unsharded parameter, which a module shows while its unit is in a forward or a
+        backward.
+        """
+        if self._shows_full_params:
+            return self._with_own_storage(param_shard, value) if type(value) is Tensor else value
+        if self._unit.replaces_params:
+            local = None if isinstance(value, nn.Parameter) else local_of(value)
+            if type(value) is Tensor and storage_key(value) in self._unit.keys:
+                local = plain(param_shard.parameter)
+            return value if local is None else param_shard.placement.as_shard(self._with_own_storage(param_shard, local))
+        sharded = param_shard.placement.value(name, param_shard.parameter)
+        call = full_state_call()
+        return sharded if call is None else self._in_full(param_shard, sharded, call)
 
     def _with_own_storage(self, param_shard: ParamShard, value: Tensor) -> Tensor:
         """`value`, a view of a parameter, with a storage of its own, or with that of an earlier one: ties share theirs."""
@@ -113,19 +117,6 @@ class StateHooks(RefuseCopy):
             tied = with_own_storage(value)
         found = self._given[id(param_shard.parameter)] = tied.detach()
         return found
-
-    def _put_dtensors(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Put DTensors that `copy.deepcopy` can copy in the places of those that torch made by `detach`.
-
-        Also in the places of unsharded parameters, which a module shows while its unit is in a forward or a backward.
-        """
-        for slot, param_shard in self._slots[module].items():
-            value = state_dict.get(prefix + slot)
-            local = None if isinstance(value, nn.Parameter) else local_of(value)
-            if type(value) is Tensor and storage_key(value) in self._unit.keys:
-                local = plain(param_shard.parameter)
-            if local is not None:
-                state_dict[prefix + slot] = param_shard.placement.as_shard(self._with_own_storage(param_shard, local))
 
     def _in_full(self, param_shard: ParamShard, value: Tensor, call: FullStateCall) -> Tensor:
         """The full parameter. Communicates. torch drops what it gets on a rank that does not keep it, so there it is `value`."""
