@@ -64,23 +64,13 @@ class Store(Protocol):
 
 
 class Peers(Protocol):
-    """What a detector needs of the monitor of its group."""
+    """The methods of the monitor of a group that a detector uses: see `PeerMonitor`."""
 
-    def check_peers(self, broken: bool, where: str = "", stalled: bool = False) -> None:
-        """Raise WorldError if a peer is why this rank waits (in the call `where`), or, if `broken`, why its connections broke.
-        `stalled`: it still waits, and a host that does not answer may be why."""
-
-    def report_restart(self, rank: int) -> NoReturn:
-        """Raise PeerFailed: `rank` has started another forward while this rank waited for it."""
-
-    def disconnect(self) -> None:
-        """Close the connections."""
-
-    def find_joint_deadlock(self, pending: PendingCall) -> str | None:
-        """Return the error if the ranks of several groups wait for each other; `pending`: the call that this rank waits for."""
-
-    def end_joint_wait(self) -> None:
-        """This rank waits no longer."""
+    def check_peers(self, broken: bool, where: str = "", stalled: bool = False) -> None: ...
+    def report_restart(self, rank: int) -> NoReturn: ...
+    def disconnect(self) -> None: ...
+    def find_joint_deadlock(self, pending: PendingCall) -> str | None: ...
+    def end_joint_wait(self) -> None: ...
 
 
 class DesyncDetector:
@@ -153,6 +143,7 @@ class DesyncDetector:
 
     def raise_fatal(self) -> None:
         """Raise WorldError if a rank has found that no rank can go on."""
+        self.read_fatal()
         if self.fatal is not None:
             self.peers.disconnect()  # so that ranks that wait for this one read the reason at once
             self._let_others_read()

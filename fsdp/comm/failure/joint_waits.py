@@ -16,13 +16,11 @@ from fsdp.comm.failure.pending_call import PendingCall, absent_ranks, describe_d
 
 
 class Monitor(Protocol):
-    """What is needed of the monitor of a group."""
+    """What is needed of the monitor of a group: see `PeerMonitor`."""
 
     detector: DesyncDetector
     group: str
-    """The name of the group, which no other group has."""
     ranks: tuple[int, ...]
-    """As the user counts them."""
 
 
 class JointWaits:

@@ -301,7 +301,6 @@ class PeerMonitor:
             WorldError: some ranks have completed a backward that others abandoned, or launched more on a device, or the ranks
                 have disagreed before.
         """
-        self.detector.read_fatal()
         self.detector.raise_fatal()
         epoch = self._epoch + 1
         keys = [f"back/{epoch}/{rank}" for rank in range(len(self.ranks))]
@@ -341,7 +340,6 @@ class PeerMonitor:
             # read after `gone`: a rank that has ended since set its key before, or wrote that no rank can go on
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             if missing:
-                self.detector.read_fatal()
                 self.detector.raise_fatal()
                 self._raise_fatal()
             if ended := [rank for rank in gone if rank in missing]:
@@ -364,7 +362,6 @@ class PeerMonitor:
         while True:
             # read first: a rank that has ended since may have abandoned the step before, or found why no rank can go on
             gone = self._ended_ranks()
-            self.detector.read_fatal()
             self.detector.raise_fatal()
             if found := self.abandonments(self._epoch):
                 self._raise_fatal()
@@ -400,9 +397,11 @@ class PeerMonitor:
                 time.sleep(0.02)
 
     def find_joint_deadlock(self, pending: PendingCall) -> str | None:
+        """Return the error if the ranks of several groups wait for each other; `pending`: the call that this rank waits for."""
         return None if self.joint_waits is None else self.joint_waits.find_deadlock(self, pending)
 
     def end_joint_wait(self) -> None:
+        """This rank waits no longer."""
         if self.joint_waits is not None:
             self.joint_waits.clear()
 
