@@ -27,7 +27,6 @@ from fsdp.file_errors import file_errors
 from fsdp.runtime.registry import collective_call
 from fsdp.shards.refusals import check_fit
 from fsdp.state_dict.fqns import IncompatibleKeys, check_names
-from fsdp.state_dict.full_state import RANGE_BYTES
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.param_ranges import gather_ranges
 from fsdp.state_dict.param_shard import ParamShard, full_value, load_value, param_shards_of
@@ -74,7 +73,7 @@ def export_safetensors(
         for name, tensor in unsharded:
             full = full_value(tensor)
             writer.take(name, full if writer.writers[name] == 0 else copy_from(0, full, comm, name))
-        for param_range, buffer in gather_ranges(model_view.units, RANGE_BYTES):
+        for param_range, buffer in gather_ranges(model_view.units):
             for param_shard in param_range.param_shards:
                 writer.take(names[id(param_shard.parameter)], param_range.full_param(buffer, param_shard))
         agree_on_refusals(comm, "export_safetensors", not_written("export_safetensors", folder)(writer.finish))

@@ -5,7 +5,7 @@ Rule 2: a state dict that does not fit is refused on every rank, before anything
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,8 @@ from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call
 from fsdp.state_dict.fqns import IncompatibleKeys, check_names, check_values, extra_states, given_by, with_counts
 from fsdp.state_dict.model_view import ModelView
-from fsdp.state_dict.param_ranges import ParamRange, gather_range, gather_ranges, ranges_of
+from fsdp.state_dict.param_ranges import RANGE_BYTES, ParamRange, gather_range, gather_ranges, ranges_of
 from fsdp.state_dict.param_shard import ParamShard, full_value, load_value
-
-RANGE_BYTES: Final = 32 << 20
 
 
 @torch.no_grad()
@@ -41,7 +39,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: torch.dev
     wanted = not rank0_only or model_view.world_comm.rank == 0
     copies = Copies("full_state_dict", model_view.world_comm, device, wanted)
     full: dict[int, Any] = {}
-    for param_range, buffer in gather_ranges(model_view.units, RANGE_BYTES):
+    for param_range, buffer in gather_ranges(model_view.units):
         for param_shard in param_range.param_shards:
             found = param_range.full_param(buffer, param_shard)  # which may communicate
             full[id(param_shard.parameter)] = copies.of(found)
@@ -114,7 +112,7 @@ def iter_full_params(
             yield model_view.fqns[id(parameter)], full_value(parameter.detach()).to(dtype or parameter.dtype)
     for unit in model_view.units:
         for param_range in ranges_of(unit, bucket_bytes):
-            buffer = gather_range(param_range, unit.name)
+            buffer = gather_range(param_range, unit.name, param_range.empty())
             buffer = buffer.to(dtype or buffer.dtype)
             for param_shard in param_range.param_shards:
                 yield model_view.fqns[id(param_shard.parameter)], param_range.full_param(buffer, param_shard)
@@ -168,7 +166,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, object] | No
                 )
     else:
         for unit in model_view.units:
-            for param_range in ranges_of(unit, RANGE_BYTES):
+            for param_range in ranges_of(unit):
                 shards = [one for one in param_range.param_shards if id(one.parameter) in wanted]
                 if shards:
                     _broadcast_range(param_range, shards, given, comm, unit.name)

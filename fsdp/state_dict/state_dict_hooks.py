@@ -122,7 +122,7 @@ class StateHooks(RefuseCopy):
         """The full parameter. Communicates. torch drops what it gets on a rank that does not keep it, so there it is `value`."""
         refuse_unless_resting("get_model_state_dict", self._engine)
         param_range = ParamRange((param_shard,))
-        buffer = gather_range(param_range, self._unit.name)
+        buffer = gather_range(param_range, self._unit.name, param_range.empty())
         if not call.keeps:
             return value
         full = param_range.full_param(buffer, param_shard)

@@ -21,7 +21,6 @@ from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import refuse_unless_resting
 from fsdp.shards.sharded_value import ShardedValue
-from fsdp.state_dict.full_state import RANGE_BYTES
 from fsdp.state_dict.param_ranges import gather_ranges
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
 
@@ -121,7 +120,7 @@ def _put_parameters(
             for key in keys.get(param_shard, ()):
                 state_dict[key] = param_shard.placement.value(key, param_shard.parameter)
         return
-    for param_range, buffer in gather_ranges([unit], RANGE_BYTES):
+    for param_range, buffer in gather_ranges([unit]):
         for param_shard in param_range.param_shards:
             names = keys.get(param_shard, ())
             if absent:
