@@ -67,15 +67,6 @@ class Phase(NamedTuple):
     unit: int
 
 
-class Bytes(NamedTuple):
-    """The bytes of one kind of memory, from this moment on."""
-
-    time: int
-    root: int
-    kind: str
-    held: int
-
-
 class Recorder:
     """The records of one trace.
 
@@ -108,9 +99,9 @@ class Recorder:
         return [Phase(*one) for one in _records(self._phases, 4)]
 
     @property
-    def memory(self) -> list[Bytes]:
-        """Every change of the bytes held, in order."""
-        return [Bytes(*one) for one in _records(self._memory, 4)]
+    def memory(self) -> Iterator[tuple[int, int, str, int]]:
+        """Every change of the bytes held, in order: the time, the root, the kind of memory, its bytes from this moment on."""
+        return _records(self._memory, 4)
 
     def look(self, now: int) -> None:
         """Ask the collectives in flight whether they have ended. See [Note: when a collective ends]."""
