@@ -49,7 +49,6 @@ class Copier(RefuseCopy):
     def __init__(self, engine: Engine, index: int, attach: Attach) -> None:
         super().__init__(engine.units[index])
         self._engine = engine
-        self._is_root = index == 0
         self._attach = attach
 
     def __call__(self, memo: Memo) -> nn.Module:
@@ -59,10 +58,28 @@ class Copier(RefuseCopy):
             ShardingError: the unit is no root; a forward, a backward or a summon is going on; gradients are kept under `no_sync`;
                 there is a communication hook; it is inside `fsdp.join`; or another parameter was put in.
         """
-        root = self._engine.units[0].name
-        if not self._is_root:
-            raise ShardingError(f"copy.deepcopy: unit {self._unit.name!r} is a part of root {root!r}; copy the root.")
-        return _copy_root(self._engine, memo, self._attach)
+        engine = self._engine
+        root = engine.units[0]
+        if self._unit is not root:
+            raise ShardingError(f"copy.deepcopy: unit {self._unit.name!r} is a part of root {root.name!r}; copy the root.")
+        _refuse_losses(engine)
+        for unit in engine.units:
+            unit.check_shards()
+            for flat in unit.flats:
+                for number, parameter in enumerate(flat.sharded_params):
+                    # one that was found before its module, in an optimizer for example, is in `memo` already
+                    stand_in = flat.placements[number].stand_in
+                    memo[id(parameter)] = stand_in(parameter, _without_memory(flat, number), memo.get(id(parameter)))
+        for module in root.module.modules():
+            memo.update({id(found): found for found in _engine_hooks(module).values()})
+        with _laid_aside(engine):
+            copied: nn.Module = copy.deepcopy(root.module, memo)
+        stale = {id(module): _engine_hooks(module) for module in copied.modules()}
+        new_engine = self._attach([_copy_unit(unit, memo) for unit in engine.units], engine.descendants, engine.comms)
+        for module in copied.modules():
+            _take_places(module, stale[id(module)])
+        new_engine.reducer.reductions.divide_factors = engine.reducer.reductions.divide_factors
+        return copied
 
 
 def copy_wrapper(wrapper: nn.Module, shared: Collection[object], memo: Memo) -> nn.Module:
@@ -70,28 +87,6 @@ def copy_wrapper(wrapper: nn.Module, shared: Collection[object], memo: Memo) -> 
     memo.update({id(one): one for one in shared})
     copied = memo[id(wrapper)] = type(wrapper).__new__(type(wrapper))
     copied.__dict__.update(copy.deepcopy(wrapper.__dict__, memo))
-    return copied
-
-
-def _copy_root(engine: Engine, memo: Memo, attach: Attach) -> nn.Module:
-    _refuse_losses(engine)
-    root = engine.units[0].module
-    for unit in engine.units:
-        unit.check_shards()
-        for flat in unit.flats:
-            for number, parameter in enumerate(flat.sharded_params):
-                # one that was found before its module, in an optimizer for example, is in `memo` already
-                stand_in = flat.placements[number].stand_in
-                memo[id(parameter)] = stand_in(parameter, _without_memory(flat, number), memo.get(id(parameter)))
-    for module in root.modules():
-        memo.update({id(found): found for found in _engine_hooks(module).values()})
-    with _laid_aside(engine):
-        copied: nn.Module = copy.deepcopy(root, memo)
-    stale = {id(module): _engine_hooks(module) for module in copied.modules()}
-    new_engine = attach([_copy_unit(unit, memo) for unit in engine.units], engine.descendants, engine.comms)
-    for module in copied.modules():
-        _take_places(module, stale[id(module)])
-    new_engine.reducer.reductions.divide_factors = engine.reducer.reductions.divide_factors
     return copied
 
 
