@@ -62,14 +62,16 @@ class EMA:
             ShardingError: inside a forward, a backward, a summon or `averaged_weights`; or the model was wrapped anew.
         """
         self._check("EMA.update")
-        pairs = list(zip(self._averages, self._weights(), strict=True))
-        averaged = [(average, weight) for average, weight in pairs if _can_average(average)]
-        copied = [(average, weight) for average, weight in pairs if not _can_average(average)]
-        if averaged:
-            # `to` returns a tensor of that dtype as it is
-            weights = [weight.to(average.dtype) for average, weight in averaged]
-            torch._foreach_lerp_([average for average, _ in averaged], weights, 1 - self.decay)
-        for mine, value in (*copied, *zip(self._buffers, self._model.buffers(), strict=True)):
+        averages, weights = [], []
+        for average, weight in zip(self._averages, self._weights(), strict=True):
+            if average.is_floating_point() or average.is_complex():
+                averages.append(average)
+                weights.append(weight.to(average.dtype))  # a tensor of that dtype as it is
+            else:
+                average.copy_(weight)
+        if averages:
+            torch._foreach_lerp_(averages, weights, 1 - self.decay)
+        for mine, value in zip(self._buffers, self._model.buffers(), strict=True):
             mine.copy_(value)
         self.updates += 1
 
@@ -175,10 +177,6 @@ class EMA:
         targets = (*self._others(), *self._model.buffers())
         for target, value in zip(targets, (*weights[count:], *buffers), strict=True):
             target.copy_(value)
-
-
-def _can_average(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _fitting(operation: str, name: str, given: object, param_shard: ParamShard | None, average: Tensor) -> Tensor:
