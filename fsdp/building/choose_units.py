@@ -274,28 +274,26 @@ def refuse_regrouping(unit: Unit, name: str) -> None:
     """Raise ShardingError if `unit`, of which the parameter `name` is tied to others, cannot be made anew."""
     unit.check_shards()
     if any(info.names[0] in unit.config.reduction.triggers for info in unit.param_infos):
-        raise ShardingError(
-            f"parameter {name!r} of unit {unit.name!r} is used outside it as well, and moves to the unit around both, while "
-            "reduction.triggers names parameters of this unit; give the triggers to the outermost unit, or wrap all at once with "
-            "auto_wrap_policy."
+        reason = (
+            "moves to the unit around both, while reduction.triggers names parameters of this unit; give the triggers to the "
+            "outermost unit, or wrap all at once with auto_wrap_policy."
         )
-    if unit.config.plain_shards and unit.versions.changed_since_made:
-        raise ShardingError(
-            f"parameter {name!r} of unit {unit.name!r} is used outside it as well, and moves to the unit around both, after the "
-            "shards were changed, so that an optimizer may have state that is cut like them; wrap all units before the first "
-            "step, or leave plain_shards out."
+    elif unit.config.plain_shards and unit.versions.changed_since_made:
+        reason = (
+            "moves to the unit around both, after the shards were changed, so that an optimizer may have state that is cut like "
+            "them; wrap all units before the first step, or leave plain_shards out."
         )
-    if unit.replaces_params or len(unit.modules) > 1:
+    elif unit.replaces_params or len(unit.modules) > 1:
         what = "has DTensors as shards" if unit.replaces_params else "is a list of modules"
-        raise ShardingError(
-            f"parameter {name!r} of unit {unit.name!r} is used outside it as well, and such a unit, which {what}, cannot be made "
-            "anew without it; wrap the module that contains both uses instead."
+        reason = f"such a unit, which {what}, cannot be made anew without it; wrap the module that contains both uses instead."
+    elif any(p.grad is not None and p.grad.is_sparse for p in unit.sharded_params):
+        reason = (
+            "moves to the unit around both, while a gradient of the unit is sparse; step the optimizer and set the gradient to "
+            "None first."
         )
-    if any(p.grad is not None and p.grad.is_sparse for p in unit.sharded_params):
-        raise ShardingError(
-            f"parameter {name!r} of unit {unit.name!r} is used outside it as well, and moves to the unit around both, while a "
-            "gradient of the unit is sparse; step the optimizer and set the gradient to None first."
-        )
+    else:
+        return
+    raise ShardingError(f"parameter {name!r} of unit {unit.name!r} is used outside it as well, and {reason}")
 
 
 def _unit_of(module: nn.Module) -> Unit | None:
