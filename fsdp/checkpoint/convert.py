@@ -157,18 +157,17 @@ def _lazy_in(file: Path) -> Iterator[tuple[str, "LazyTensor"]]:
     """The tensors of a safetensors file by name."""
     from fsdp.checkpoint import dcp
 
-    def reader(name: str) -> Callable[[], Tensor]:
-        def read() -> Tensor:
-            with opened_file(file, "convert") as opened:  # closing it unmaps the file
-                found: Tensor = opened.get_tensor(name)
-                return found
-
-        return read
-
     with opened_file(file, "convert") as opened:
         for name in opened.keys():  # noqa: SIM118  # not a mapping
             unread = opened.get_slice(name)
-            yield name, dcp.LazyTensor(tuple(unread.get_shape()), dtype_of(unread.get_dtype()), reader(name))
+            shape, dtype = tuple(unread.get_shape()), dtype_of(unread.get_dtype())
+            yield name, dcp.LazyTensor(shape, dtype, partial(_tensor_in, file, name))
+
+
+def _tensor_in(file: Path, name: str) -> Tensor:
+    with opened_file(file, "convert") as opened:  # closing it unmaps the file
+        found: Tensor = opened.get_tensor(name)
+        return found
 
 
 def _read(value: Any) -> Any:
