@@ -131,8 +131,7 @@ def accepts_peer_options(function: F) -> F:
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         foreign = {name: kwargs.pop(name) for name in [*kwargs] if name not in signature.parameters}
-        refused = refused_options(foreign) if foreign else ()
-        if refused:
+        if refused := refused_options(foreign):
             _refuse_options(refused, known, signature.bind_partial(*args, **kwargs).arguments)
         return function(*args, **kwargs)
 

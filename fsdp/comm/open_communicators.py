@@ -97,12 +97,9 @@ def open_comms(process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int = 
             "sharding_strategy='HYBRID_SHARD'."
         )
     here = simulated.current_rank()
-    shards: Any = None
-    replicas: Any = None
-    world: Any = None
-    if process_group is not SINGLE_RANK:
-        find = _process_groups if here is None else partial(_simulated_ranks, here)
-        shards, replicas, world = find(process_group, mesh, mesh_kind)
+    find = _process_groups if here is None else partial(_simulated_ranks, here)
+    is_alone = process_group is SINGLE_RANK
+    shards, replicas, world = (None, None, None) if is_alone else find(process_group, mesh, mesh_kind)
 
     def comm(name: str, among: Any, apart: bool = True) -> Communicator:
         if among is None:
