@@ -5,6 +5,7 @@ something outside the model, such as an optimizer step.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 from fsdp.debug.tracing.recorder import Collective, Phase, UnitEvent
@@ -76,26 +77,21 @@ def computing(events: Sequence[UnitEvent], phases: Sequence[Phase]) -> list[Segm
 
 def steps(events: Sequence[UnitEvent], roots: Sequence[int], ended: int) -> list[StepSpan]:
     """The steps. One ends when the root has reduced its gradients, or was abandoned, and the next forward begins."""
-    begins: list[int] = []
-    backward: list[int] = []
-    abandoned: list[bool] = []
+    found: list[StepSpan] = []
     is_over = True
     for time, unit, event in events:
         if event is Event.PRE_FORWARD and unit in roots and is_over:
-            begins.append(time)
-            backward.append(0)
-            abandoned.append(False)
+            found.append(StepSpan(time, ended, 0, False))
             is_over = False
-        if not begins:
+        if not found:
             continue
-        if event is Event.PRE_BACKWARD and not backward[-1]:
-            backward[-1] = time
+        if event is Event.PRE_BACKWARD and not found[-1].backward_began:
+            found[-1] = found[-1]._replace(backward_began=time)
         if event in (Event.FINAL_CALLBACK, Event.POST_FORWARD_NO_GRAD) and unit in roots:
             is_over = True
         if event in (Event.BACKWARD_FAILED, Event.STEP_ABANDONED, Event.FORWARD_FAILED):
-            abandoned[-1] = is_over = True
-    ends = [*begins[1:], ended][: len(begins)]
-    return [StepSpan(*one) for one in zip(begins, ends, backward, abandoned, strict=True)]
+            found[-1], is_over = found[-1]._replace(abandoned=True), True
+    return [*(one._replace(ended=later.began) for one, later in pairwise(found)), *found[-1:]]
 
 
 def sublanes(collectives: Sequence[Collective], ended: int) -> list[int]:
