@@ -137,7 +137,7 @@ def fully_shard(
     around = dict.fromkeys(group for one in meshes for group in groups_around(one, given))
     intercept_engine_calls(translate_shards, refuse_compiled_autograd)
     clip_and_scale.let_scalers_agree()
-    dtensor_mesh = open_mesh(process_group, mesh, device_of(plan)) if config.dtensors else None
+    dtensor_mesh = open_mesh(process_group, mesh, device_of(plan) or torch.device("cpu")) if config.dtensors else None
     comms = open_comms(*ranks, config.reduction.streams)._replace(across=comms.across)
     for info in own:
         info.comms = open_comms(None, info.mesh, config.mesh_kind, config.reduction.streams)

@@ -15,6 +15,7 @@ from fsdp.autograd.pytree import MANAGED
 from fsdp.building.attach import attach, detach
 from fsdp.building.choose_units import Planned, buffers_of
 from fsdp.building.dissolve import HasGrad, agree_on_gradients, dissolve
+from fsdp.building.shardable import device_of
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.context import CommContext
 from fsdp.config import Config
@@ -144,8 +145,7 @@ class _Builder:
         self._index = {id(module): index for index, one in enumerate(plan) for module in one.members}
         self._own = [{id(module) for module in one.own_modules} for one in plan]
         self._units: list[Unit | None] = [None for _ in plan]
-        real = (info.parameter.device for one in plan for info in one.param_infos if not info.parameter.is_meta)
-        self._device = next(real, None) or default_device(comms.world_comm.supports_device)
+        self._device = device_of(plan) or default_device(comms.world_comm.supports_device)
 
     def build(self) -> list[Unit]:
         """Make every unit and return them, outermost first."""

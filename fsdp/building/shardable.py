@@ -234,10 +234,9 @@ def check_renormalised(named: Iterable[tuple[str, nn.Module]], ranks: int) -> No
             )
 
 
-def device_of(plan: Sequence[Planned]) -> torch.device:
-    """The device of the parameters. A parameter on the meta device has none yet."""
-    found = (info.parameter.device for one in plan for info in one.param_infos if not info.parameter.is_meta)
-    return next(found, torch.device("cpu"))
+def device_of(plan: Sequence[Planned]) -> torch.device | None:
+    """The device of the parameters of the new units; None if none has one yet, as on the meta device."""
+    return next((info.parameter.device for one in plan for info in one.param_infos if not info.parameter.is_meta), None)
 
 
 def _parameter_problem(parameter: Tensor, dtensors: bool) -> str | None:
