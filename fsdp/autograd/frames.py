@@ -79,19 +79,24 @@ def called_by_this_package() -> bool:
     return False
 
 
-def loading_call() -> tuple[nn.Module, dict[str, Any], bool, bool] | None:
-    """The module, state dict, `strict` and `assign` of the `load_state_dict` that runs, which its hooks do not receive."""
-    for frame in _frames():
-        if frame.f_code is _LOAD:
-            given = frame.f_locals
-            return given["self"], given["state_dict"], given["strict"], given["assign"]
-    return None
+class LoadCall(NamedTuple):
+    """The arguments of a `load_state_dict`, which its hooks do not receive."""
+
+    module: nn.Module
+    state_dict: dict[str, Any]
+    strict: bool
+    assign: bool
+
+
+def load_call() -> LoadCall | None:
+    """The `load_state_dict` that runs."""
+    given = next((frame.f_locals for frame in _frames() if frame.f_code is _LOAD), None)
+    return None if given is None else LoadCall(given["self"], given["state_dict"], given["strict"], given["assign"])
 
 
 def assigns(metadata: dict[str, Any]) -> bool:
-    """Whether the load that runs has assign=True. torch leaves that in the state dict, for later loads of it as well."""
-    call = loading_call()
-    if call is not None and not call[3]:
+    """Whether the load that runs has assign=True. If not, take out what torch has left of an earlier load with it."""
+    if (call := load_call()) is not None and not call.assign:
         metadata.pop("assign_to_params_buffers", None)
     return "assign_to_params_buffers" in metadata
 

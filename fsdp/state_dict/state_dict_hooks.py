@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp.autograd.frames import FullStateCall, assigns, full_state_call, loading_call, modules_being_saved
+from fsdp.autograd.frames import FullStateCall, assigns, full_state_call, load_call, modules_being_saved
 from fsdp.config import MeshKind
 from fsdp.device.storage import storage_key, with_own_storage
 from fsdp.errors import ShardingError
@@ -161,12 +161,12 @@ class StateHooks(RefuseCopy):
         if not self._engine.root.at_rest:
             raise ShardingError(f"{operation}: call it outside any forward, backward and summon_full_params.")
         self._unit.check_shards()
-        call = loading_call()
+        call = load_call()
         # the first unit checks for all units
-        if call is None or module is not next(module for module in call[0].modules() if _checks(module)):
+        if call is None or module is not next(module for module in call.module.modules() if _checks(module)):
             return
-        target, given, strict = call[:3]
-        if strict and not loads_other_names(target):
+        target, given = call.module, call.state_dict
+        if call.strict and not loads_other_names(target):
             check_names(operation, [*(name for name, _ in entries(target)), *extra_states(target)], with_counts(target, given))
         check_values(operation, target, given)
 
