@@ -11,6 +11,9 @@ NPROC ?= 2
 DATA ?=
 ARGS ?=
 
+# without bytecode on disk each process compiles the package again, which takes a second
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test types tests test-all test-python test-torch test-browser test-frameworks wander mutants soak bench docs docs-serve clean
 
 train: $(VENV)/.made

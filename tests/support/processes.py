@@ -28,7 +28,8 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 START_METHOD: Final = "forkserver"
 """The method of multiprocessing that starts these forks."""
 _FORK_SERVER: Final = multiprocessing.get_context(START_METHOD)
-_FORK_SERVER.set_forkserver_preload(["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "fsdp"])
+_TORCH: Final = ["torch._dynamo", *(f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining"))]
+_FORK_SERVER.set_forkserver_preload([*_TORCH, "fsdp", "pytest", "tests.support.models", "tests.support.ranks"])
 
 
 def command(module: str, *arguments: object) -> list[str]:
