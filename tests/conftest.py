@@ -7,8 +7,6 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 # an assertion that fails in a helper shows its values, as in a test
@@ -18,8 +16,6 @@ settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60
 settings.register_profile("explore", deadline=None, max_examples=1_000_000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# as in the processes over gloo: threads sum in an order of their own, and cost more than they bring
-torch.set_num_threads(1)
 # a collection of garbage after each 700 new objects, as is usual, takes a seventh of the time of the tests
 gc.set_threshold(50_000, 20, 20)
 
@@ -45,14 +41,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from tests.support.everything import runs  # after its assertions are registered
 
     items[:] = filter(runs, items)
-    first = [Path(__file__).parent / name for name in FIRST]
+    first = {Path(__file__).parent / name for name in FIRST}
     assert all(path.exists() for path in first), first
     items.sort(key=lambda item: item.path not in first)
 
 
 def pytest_collection_finish() -> None:
-    """The first optimizer imports the compiler."""
+    """The first optimizer imports the compiler. pytest's own process, which runs no test with `-n 2`, imports no torch."""
     import_module("torch._dynamo")
+    # as in the processes over gloo: threads sum in an order of their own, and cost more than they bring
+    import_module("torch").set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -81,6 +79,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def one_process() -> Iterator[None]:
     """A real group of one rank."""
+    dist = import_module("torch.distributed")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
