@@ -35,7 +35,7 @@ class _Stage(PipelineStage):
     """Without neighbours: what calls for other stages is left out."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.submod, self.has_backward, self._grads_before = module, True, {}
+        self.submod, self.has_backward, self._grads_before, self._together = module, True, {}, [module]
 
 
 class PassesOfStage:
