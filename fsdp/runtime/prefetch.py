@@ -11,6 +11,7 @@ After that only hooks of the user can fail.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 
 from fsdp.log import LOG
 
@@ -69,8 +70,6 @@ class PrefetchSchedule:
 
     def gathered_with(self, unit: int) -> Sequence[int]:
         """Return `unit`, which is needed now, and the units that share its gather; nothing if it has one of its own."""
-        if not self._cap:
-            return ()
         group = self._groups[len(self._current)] if self._followed and len(self._current) < len(self._groups) else ()
         return group if len(group) > 1 and group[0] == unit else ()
 
@@ -101,26 +100,16 @@ class PrefetchSchedule:
 
     def _ahead(self, place: int) -> Sequence[int]:
         """The units of `depth` groups, of which the first begins at `place` of the record."""
-        if not self._cap:
-            return self._record[place : place + self.depth]
-        end = place
-        for _ in range(self.depth):
-            if end < len(self._groups):
-                end += len(self._groups[end])
-        return self._record[place:end]
+        return tuple(chain.from_iterable(islice(filter(None, self._groups[place:]), self.depth)))
 
     def _make_groups(self) -> Iterator[Group]:
-        group: list[int] = []
-        for unit in (*self._record, None):
-            fits = (
-                unit is not None
-                and self._cap > 0
-                and unit not in group
-                and self._cap >= sum(self._sizes[one] for one in (*group, unit))
-            )
-            if group and not fits:
-                yield tuple(group)
-                yield from ((),) * (len(group) - 1)
-                group = []
-            if unit is not None:
-                group.append(unit)
+        groups: list[list[int]] = []
+        for unit in self._record:
+            may_share = self._cap and groups and unit not in groups[-1]
+            if may_share and self._cap >= sum(self._sizes[one] for one in (*groups[-1], unit)):
+                groups[-1].append(unit)
+            else:
+                groups.append([unit])
+        for group in groups:
+            yield tuple(group)
+            yield from ((),) * (len(group) - 1)
