@@ -39,11 +39,6 @@ class Versions:
         """The checksums that were noted last; None before the first time."""
         self._when_made = self.now()
 
-    @property
-    def counts(self) -> bool:
-        """Whether the unit has any parameter."""
-        return bool(self._flats)
-
     def now(self) -> int:
         """Another number after every in-place change of a shard, but for those that a recompute repeats.
 
@@ -130,8 +125,6 @@ class Versions:
 
     def _count_sums(self) -> Tensor:
         """Of each flat buffer, the sum of its bits, taken as numbers of four bytes."""
-        if not self._flats:
-            return torch.zeros(0, dtype=torch.int64)
         with torch.no_grad():
             return torch.stack([sum_of_bits(flat.shard) for flat in self._flats])
 
@@ -141,9 +134,6 @@ def any_changed(asked: Sequence[Versions], world_comm: Communicator) -> bool:
 
     Traffic: one byte, reduced over all ranks.
     """
-    asked = [versions for versions in asked if versions.counts]
-    if not asked:
-        return False
     flag = torch.stack([versions.has_changed() for versions in asked]).any().to(torch.uint8).view(1)
     world_comm.all_reduce(flag, "max", "which weights changed").wait()
     return bool(flag.item())
