@@ -71,7 +71,7 @@ def relearn_order(model: nn.Module) -> None:
         ShardingError: `model` contains no unit, or is only a part of a root.
     """
     for engine in engines_in(model, "relearn_order"):
-        engine.reducer.relearn()
+        engine.reducer.order.relearn()
 
 
 def set_divide_factors(model: nn.Module, before: float, after: float) -> None:

@@ -100,7 +100,7 @@ class Unit:
         self.copies_shards = any(flat.home.copies for flat in self.flats)
         """See `Home.copies`."""
         self.versions = Versions(self.flats)
-        self._full_params = FullParams(self.flats)
+        self.full_params = FullParams(self.flats)
         self.has_full_params = False
         """Whether the user's Parameter objects point at full parameters, or the modules show these."""
         self._read_copies = ReadCopies(config.guard)
@@ -558,9 +558,9 @@ class Unit:
 
     def gather_full(self) -> None:
         """Gather the full parameters, and point the user's Parameter objects at them, or let the modules show them."""
-        self._full_params.gather(self.name, self._tracker)
+        self.full_params.gather(self.name, self._tracker)
         self.has_full_params = True
-        own = self._full_params.in_place_of
+        own = self.full_params.in_place_of
         for shard, full in own.items():
             register_owner(full, self)
             self._places[id(full)] = self._places[shard]
@@ -574,18 +574,14 @@ class Unit:
         """See `FullParams.check`."""
         if self.replaces_params:
             self.check_modules()
-        self._full_params.check()
-
-    def write_back(self) -> None:
-        """See `FullParams.write_back`."""
-        self._full_params.write_back()
+        self.full_params.check()
 
     def free_full(self) -> None:
         """Point the user's Parameter objects at the shards again, or let the modules show these. Idempotent."""
-        for full in self._full_params.in_place_of.values():
+        for full in self.full_params.in_place_of.values():
             forget_owner(full)
             self._places.pop(id(full), None)
-        self._full_params.free(self._tracker)
+        self.full_params.free(self._tracker)
         self.has_full_params = False
         self._rest_on({})
 

@@ -141,10 +141,6 @@ class Reducer:
         for bucket in self.buckets:
             bucket.drop_all_accumulated()
 
-    def relearn(self) -> None:
-        """Learn the order anew in the next backward that synchronises."""
-        self.order.relearn()
-
     # one backward -------------------------------------------------------------------------
 
     def begin(self, accumulates: bool = False) -> None:

@@ -88,7 +88,7 @@ class Passes:
                 Action.WAIT_REDUCTIONS: reducer.drain,
                 Action.DROP_GRADS: reducer.drop,
                 Action.GATHER_FULL: lambda index: units[index].gather_full(),
-                Action.WRITE_BACK: lambda index: units[index].write_back(),
+                Action.WRITE_BACK: lambda index: units[index].full_params.write_back(),
                 Action.FREE_FULL: lambda index: units[index].free_full(),
             },
             [
