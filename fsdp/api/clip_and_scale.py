@@ -187,10 +187,8 @@ def _local_norm(strided: list[Tensor], sparse: list[Tensor], power: float, dtype
     filled = [values for values in (*strided, *(one.coalesce().values() for one in sparse)) if values.size().numel()]
     if not filled:
         return torch.zeros((), dtype=dtype, device=device)
-    norms: list[Tensor] = list(torch._foreach_norm(filled, power))
-    if any([norm.dtype is not dtype or norm.device != device for norm in norms]):
-        norms = [norm.to(device, dtype) for norm in norms]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), power)
+    norms = torch.stack([norm.to(device, dtype) for norm in torch._foreach_norm(filled, power)])
+    total: Tensor = torch.linalg.vector_norm(norms, power)
     return total
 
 

@@ -131,9 +131,8 @@ def count_nonzero(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction
 
 def _logical(function: Callable[[Tensor], Tensor]) -> Local:
     def reduce(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
-        return Reduction(
-            function(local != 0).view(1), _column(function, torch.bool if local.dtype is not torch.uint8 else torch.uint8)
-        )
+        dtype = torch.uint8 if local.dtype is torch.uint8 else torch.bool
+        return Reduction(function(local != 0).view(1), _column(function, dtype))
 
     return reduce
 
@@ -142,7 +141,7 @@ def _variance(root: bool) -> Local:
     def reduce(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
         correction = given.get("correction")
         if correction is None:
-            correction = 1 if given.get("unbiased", True) else 0
+            correction = int(given.get("unbiased", True))
         if not local.is_floating_point():
             _refuse_exact("variance", info, local)
         values = local.to(torch.float64)
