@@ -1,6 +1,7 @@
 """What the passes of a root ask where ranks may go different ways, and what calls them back inside `fsdp.join`."""
 
 from collections.abc import Callable
+from typing import Any
 
 from fsdp.runtime.prefetch import PrefetchSchedule
 
@@ -48,6 +49,8 @@ class PassWatcher:
 
     is_join = False
     """Whether it is a `fsdp.join`."""
+    known_grads: Any = None
+    """In a `fsdp.join`, the gradients of this rank after the last backward or step."""
     source = 0
     """The rank whose buffers a forward gives to all ranks, if the model broadcasts buffers."""
 

@@ -138,15 +138,14 @@ class CommonPath(PathPolicy):
         if Place.NO_DATA not in places or not places & {Place.END_OF_BACKWARD, Place.STEP}:
             return
         watcher = self._engine.watcher
-        join = watcher if isinstance(watcher, Joined) else None
-        left = exchange_data_left(self._engine, has_data=has_data, known_grads=None if join is None else join.known_grads)
+        left = exchange_data_left(self._engine, has_data=has_data, known_grads=watcher.known_grads)
         if outside := [rank for rank, other in enumerate(left.states) if not other.is_joined]:
             raise ShardingError(
                 f"a rank has no data left and waits at the end of fsdp.join, and {name_ranks(outside)} ended a backward outside "
                 "of it; train inside fsdp.join on every rank."
             )
-        assert join is not None, "a rank outside of fsdp.join was refused"
-        join.on_data_left(left, Next.BACKWARD if Place.END_OF_BACKWARD in places else Next.STEP)
+        assert isinstance(watcher, Joined), "a rank outside of fsdp.join was refused"
+        watcher.on_data_left(left, Next.BACKWARD if Place.END_OF_BACKWARD in places else Next.STEP)
 
 
 def _keep_until_the_end(index: int) -> None:

@@ -165,13 +165,10 @@ def exchange_data_left(engine: Engine, *, has_data: bool, known_grads: GradVersi
     message = [0] * comm.size
     state = RankState(has_data, known_grads is not None, changed, ShardGrads.of(gradients, removed), operation)
     message[comm.rank] = state.as_byte()
-    if has_data:
-        message += [
-            _UNKNOWN if not can else _NONE if one is None else _SOME
-            for can, one in zip(engine.reducer.can_have_shard_grads, gradients, strict=True)
-        ]
-    else:
-        message += [_UNKNOWN] * len(gradients)
+    message += [
+        _UNKNOWN if not (has_data and can) else _NONE if one is None else _SOME
+        for can, one in zip(engine.reducer.can_have_shard_grads, gradients, strict=True)
+    ]
     combined = torch.tensor(message, dtype=torch.uint8, device=engine.units[0].device)
     comm.all_reduce(combined, "max", "who has data left").wait()
     values = combined.tolist()

@@ -38,7 +38,6 @@ class Joined(PassWatcher, ABC):
         Its buffers are those of all, and so are its final weights if each rank steps by itself.
         """
         self.known_grads = GradVersions(engine.reducer.shard_grads)
-        """The gradients of this rank after the last backward or step."""
 
     def after_backward(self) -> None:
         self.known_grads.remember(self._engine.reducer.shard_grads)
