@@ -67,7 +67,7 @@ def _measure(model: nn.Module, power: float) -> tuple[Tensor, list[Tensor], list
     comms = engines[0].comms
     sharded = set(map(id, chain.from_iterable(unit.sharded_params for engine in engines for unit in engine.units)))
     parameters = list(model.parameters())
-    unsharded = [] if sharded.issuperset(map(id, parameters)) else [id(p) for p in parameters if id(p) not in sharded]
+    unsharded = [id(p) for p in parameters if id(p) not in sharded]
     if unsharded:  # gradients of ignored modules are left out
         inside = {id(p) for engine in engines for one in engine.units[0].modules for p in one.parameters()}
         parameters = [p for p in parameters if id(p) in sharded]

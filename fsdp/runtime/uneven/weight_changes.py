@@ -46,8 +46,6 @@ class WeightChanges:
         if self._seen is None:
             return ()
         before, self._seen = self._seen, self._now()
-        if self._seen == before:
-            return ()
         return [index for index, (old, new) in enumerate(zip(before, self._seen, strict=True)) if old != new]
 
     def end_step(self) -> None:
