@@ -524,16 +524,12 @@ class Unit:
         if any(map(is_not, now, gradients)) if gradients else now.count(None) < len(now):
             before = gradients or repeat(None)
             name = next(info.names[0] for info, *grads in zip(self.param_infos, now, before, strict=False) if is_not(*grads))
-            self.clear_unsharded_grads()
+            for unsharded in self.unsharded_params:
+                unsharded.grad = None
             raise ShardingError(
                 f"`.grad` of {name!r} was set inside the forward of unit {self.name!r}, where the module shows an unsharded "
                 "parameter, whose gradient does not stay; set it before or after the forward."
             )
-
-    def clear_unsharded_grads(self) -> None:
-        """Drop the gradients of the unsharded parameters."""
-        for unsharded in self.unsharded_params:
-            unsharded.grad = None
 
     def use_sharded(self) -> None:
         """Let the modules show the shards, also if what was changed in a backward is refused."""

@@ -241,9 +241,7 @@ class Bucket:
         used_before = self.local_used if remainder else [False] * len(views)
         used = []
         for i, (places, gradient) in enumerate(zip(views, gradients, strict=True)):
-            accumulated = None if remainder else self.accumulated.get(i)
-            given = (None if accumulated is None else accumulated.unsharded, gradient)
-            summands = [flat.wire.parts_of(i, self._to_dense(i, one)) for one in given if one is not None]
+            summands = [flat.wire.parts_of(i, self._to_dense(i, one)) for one in self._summands(i, gradient, remainder)]
             used.append(used_before[i] or bool(summands))
             for number, view in enumerate(places):
                 if summands:
@@ -257,6 +255,11 @@ class Bucket:
         for form, of_form in terms.items():
             form.add_up(of_form)
         self._set_used(used)
+
+    def _summands(self, i: int, gradient: Tensor | None, remainder: bool) -> list[Tensor]:
+        """What adds up to the gradient of a parameter: what is accumulated, except for a `remainder`, and `gradient`."""
+        accumulated = [] if remainder or i not in self.accumulated else [self.accumulated[i].unsharded]
+        return accumulated if gradient is None else [*accumulated, gradient]
 
     def _take_local(
         self, gradients: list[Any], remainder: bool, views: Sequence[Sequence[Tensor]]

@@ -293,8 +293,7 @@ class Reducer:
         self._units[index].pending.set(False)
         for number in self.of_unit[index]:
             bucket = self.buckets[number]
-            if self.ignores_local_grads:
-                bucket.clear_unsharded_grads()
+            self._drop_ignored([bucket])
             if BucketAction.ACCUMULATE_UNSHARDED in self._queue.on(number, BucketEvent.ACCUMULATE):
                 with self._streams.computing():
                     bucket.accumulate_all()
@@ -345,9 +344,7 @@ class Reducer:
         buckets = [*map(self.buckets.__getitem__, group)]
         for bucket in buckets:
             self._units[bucket.unit].listed.set(False)
-        if self.ignores_local_grads:
-            for bucket in buckets:
-                bucket.clear_unsharded_grads()
+        self._drop_ignored(buckets)
         while self.reductions.is_full and self._may_wait_for(oldest := self.reductions.oldest):
             self._wait_for(oldest)
         if self.reductions.hook is not None:
@@ -356,6 +353,10 @@ class Reducer:
         elif self.reductions.launch(buckets, remainder):
             self._on_landed(buckets)
         self._stats.add_launch(buckets, max(map(self._ready_at.__getitem__, group)))
+
+    def _drop_ignored(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets if self.ignores_local_grads else ():
+            bucket.clear_unsharded_grads()
 
     def _may_wait_for(self, buckets: Sequence[Bucket]) -> bool:
         """Whether the reduction of these buckets may be waited for (see the note in `state_machine.bucket`)."""
@@ -373,9 +374,7 @@ class Reducer:
     def _exchange_used(self) -> None:
         """Exchange between the ranks which gradients they have, before the rest is launched."""
         numbers = range(len(self.buckets))
-        if self.ignores_local_grads:
-            for bucket in self.buckets:
-                bucket.clear_unsharded_grads()
+        self._drop_ignored(self.buckets)
         if self.policy.find_unused_parameters:
             for number in numbers:
                 self._on(number, BucketEvent.LAUNCH_ANYWAY)

@@ -24,12 +24,7 @@ class SparseBucket(Bucket):
         unsharded = self.flat.unsharded_params[0]
         gradient, unsharded.grad = unsharded.grad, None
         self.flat.refuse_grads_of_other_dtype([gradient])
-        accumulated = None if remainder else self.accumulated.get(0)
-        parts = [
-            as_rows(part).to(self.buffer.dtype)
-            for part in (gradient, None if accumulated is None else accumulated.unsharded)
-            if part is not None
-        ]
+        parts = [as_rows(part).to(self.buffer.dtype) for part in self._summands(0, gradient, remainder)]
         self._set_used([bool(parts) or (remainder and self.local_used[0])])
         rows = (
             (parts[0] + parts[1]).coalesce() if len(parts) > 1 else parts[0] if parts else no_rows(unsharded, self.buffer.dtype)
