@@ -9,7 +9,9 @@ Rule 4: the tables of `state_machine.bucket` decide what happens to a bucket; th
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from time import perf_counter
+from typing import Final
 
 from torch import Tensor, nn, promote_types
 
@@ -30,6 +32,7 @@ from fsdp.reduction.used_params import UsedParams
 from state_machine.bucket import BucketAction, BucketEvent, UnitEvent
 from state_machine.bucket_queue import BucketQueue
 
+_ACCUMULATED: Final = attrgetter("accumulated")
 Combine = Callable[[Sequence[int]], Sequence[int]]
 """Returns the maximum of the messages of all ranks."""
 
@@ -112,7 +115,7 @@ class Reducer:
     @property
     def accumulates(self) -> bool:
         """Whether gradients were accumulated under `no_sync`. The user may have zeroed them since, see `keeps_gradients`."""
-        return any([bucket.accumulated for bucket in self.buckets])
+        return any(map(_ACCUMULATED, self.buckets))
 
     @property
     def accumulated_params(self) -> dict[int, str]:
