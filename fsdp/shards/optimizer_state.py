@@ -84,7 +84,9 @@ def compare_state(optimizer: Optimizer) -> None:
         if isinstance(parameter, ShardParameter):
             with local_operators():
                 parts = {key: _part(parameter.shard_info, key, one, known) for key, one in kept.items()}
-            kept.update(parts if known else {})  # others may keep statistics over this rank's part
+            # others may keep statistics over this rank's part, beside shards
+            if known or not any([isinstance(one, ShardTensor) for one in kept.values()]):
+                kept.update(parts)
             continue
         for key, one in kept.items() if known else ():
             # fused implementations compare no shapes: they would write past the end

@@ -15,6 +15,10 @@ from tests.support.states import DOORS, Door
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
 
 
+class Derived(torch.optim.AdamW):
+    """An optimizer of a user, with torch's step."""
+
+
 def backward(model: nn.Module, batch: Tensor) -> None:
     loss_of(model(batch)).backward()
 
@@ -158,9 +162,12 @@ def test_an_optimizer_of_shards_that_are_cut_anew_is_refused(
 
 @on_ranks(2)
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_state_of_an_optimizer_that_stepped_the_unwrapped_model_is_cut(rank: int, fused: bool) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Derived])
+def test_the_state_of_an_optimizer_that_stepped_the_unwrapped_model_is_cut(
+    rank: int, kind: type[torch.optim.AdamW], fused: bool
+) -> None:
     plain, model = make_net(), fsdp.fully_shard(make_net())
-    wanted, optimizer = (torch.optim.AdamW(one.parameters(), lr=0.1, fused=fused) for one in (plain, model))
+    wanted, optimizer = (kind(one.parameters(), lr=0.1, fused=fused) for one in (plain, model))
     fsdp.full_optim_state_dict(model, optimizer)
     model = fsdp.unwrap(model)
     for wrap in (nn.Identity(), fsdp.fully_shard):
