@@ -79,7 +79,8 @@ def compare_state(optimizer: Optimizer) -> None:
     if _known_cuts.get(optimizer, 0) == cuts.count:
         return
     known = type(optimizer) in ELEMENT_WISE_OPTIMIZERS
-    for parameter in [one for one in optimizer.state if isinstance(one, Tensor)]:
+    is_fused = isinstance(optimizer, ELEMENT_WISE_OPTIMIZERS) and optimizer.defaults.get("fused")
+    for parameter in [one for one in optimizer.state if isinstance(one, Tensor) and one not in summoned]:
         kept = optimizer.state[parameter]
         if isinstance(parameter, ShardParameter):
             with local_operators():
@@ -88,14 +89,15 @@ def compare_state(optimizer: Optimizer) -> None:
             if known or not any([isinstance(one, ShardTensor) for one in kept.values()]):
                 kept.update(parts)
             continue
-        for key, one in kept.items() if known else ():
+        for key, one in kept.items() if known or is_fused else ():
             # fused implementations compare no shapes: they would write past the end
             if type(one) is Tensor and key not in NUMBERS and one.shape != parameter.shape:
                 raise ShardingError(
                     f"{type(optimizer).__name__}: the state {key!r} has shape {tuple(one.shape)}, and the parameter has shape "
                     f"{tuple(parameter.shape)} since its module was wrapped or unwrapped: {_REMEDY}."
                 )
-    _known_cuts[optimizer] = cuts.count
+    if not _summoned(optimizer):
+        _known_cuts[optimizer] = cuts.count
 
 
 def before_step(optimizer: Optimizer, *_: object) -> None:

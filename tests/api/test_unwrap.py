@@ -139,12 +139,13 @@ def test_the_step_of_an_optimizer_with_state_of_shards_is_refused(rank: int) -> 
 @on_ranks(2)
 @pytest.mark.parametrize("plain_shards", [False, True])
 @pytest.mark.parametrize(("policy", "ignored"), [(None, []), ({nn.Linear}, []), (None, ["leave"])])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Derived])
 def test_an_optimizer_of_shards_that_are_cut_anew_is_refused(
-    rank: int, plain_shards: bool, policy: set[type[nn.Module]] | None, ignored: list[str]
+    rank: int, kind: type[torch.optim.AdamW], plain_shards: bool, policy: set[type[nn.Module]] | None, ignored: list[str]
 ) -> None:
     """Fused implementations compare no shapes: they would write past the end of the state."""
     model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block}, plain_shards=plain_shards)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = kind(model.parameters(), fused=True)
     backward(model, torch.ones(2, 6))
     optimizer.step()
     state = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
@@ -157,6 +158,21 @@ def test_an_optimizer_of_shards_that_are_cut_anew_is_refused(
     with pytest.raises(fsdp.ShardingError):
         fsdp.full_optim_state_dict(model, optimizer)
     fsdp.load_full_optim_state_dict(model, optimizer, state)
+    optimizer.step()
+
+
+@on_ranks(3)
+def test_a_model_that_shows_full_values_while_another_is_stepped_is_not_compared(rank: int) -> None:
+    """Not with `plain_shards` either, by which nothing but its shape tells a full value from a shard."""
+    shown, stepped = (fsdp.fully_shard(make_net(), plain_shards=True) for _ in range(2))
+    optimizer = torch.optim.AdamW([*shown.parameters(), *stepped.parameters()])
+    backward(shown, torch.ones(2, 6))
+    optimizer.step()
+    optimizer.zero_grad()
+    with fsdp.summon_full_params(shown):
+        fsdp.fully_shard(make_net())
+        backward(stepped, torch.ones(2, 6))
+        optimizer.step()
     optimizer.step()
 
 
