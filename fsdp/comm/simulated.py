@@ -222,7 +222,6 @@ class SimulatedCommunicator(Communicator):
         ranks = sorted((self.ranks[source], self.ranks[target]))
         pair = self._here.comm(f"{self.name}, messages {tag} from {source} to {target}", ranks)
         pair._family = self._family
-        self._follow_epoch()
         return pair.broadcast(tensor, ranks.index(self.ranks[source]), "message")
 
     def gather_objects(self, thing: Any, label: str) -> list[Any]:

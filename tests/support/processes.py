@@ -28,7 +28,8 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 START_METHOD: Final = "forkserver"
 """The method of multiprocessing that starts these forks."""
 _FORK_SERVER: Final = multiprocessing.get_context(START_METHOD)
-_TORCH: Final = ["torch._dynamo", *(f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining"))]
+# not torch.distributed.pipelining: a test imports it after the drop-in modules
+_TORCH: Final = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
 _FORK_SERVER.set_forkserver_preload([*_TORCH, "fsdp", "pytest", "tests.support.models", "tests.support.ranks"])
 
 
