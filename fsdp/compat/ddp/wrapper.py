@@ -7,6 +7,7 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
+from torch.nn.parameter import is_lazy
 
 from fsdp.api import reductions, wrap
 from fsdp.building.copies import Memo, copy_wrapper
@@ -143,7 +144,7 @@ class DistributedDataParallel(ReplicatedModule):
         target = input_device(module, device_ids, output_device)
         # with torch, too, only the older of the two names leaves out the broadcast at the start
         keeps = not broadcasts and forward_sync_buffers is None
-        own = [(one, one.detach().clone()) for one in module.buffers()] if keeps else []
+        own = [(one, one.detach().clone()) for one in module.buffers() if keeps and not is_lazy(one)]
         super().__init__(
             module,
             process_group,

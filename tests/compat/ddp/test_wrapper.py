@@ -333,10 +333,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "caps": (torchs(bucket_cap_mb_list=[1]), "parameters that end a bucket"),
     "Apex's": (torchs(delay_allreduce=True), "those of fsdp.compat.apex"),
     "unknown": (torchs(bucket_cap=3), "did you mean bucket_cap_mb?"),
-    "nothing to train": (
-        torchs(lambda: Net().requires_grad_(False)),
-        "no parameter that requires a gradient",
-    ),
+    "nothing to train": (torchs(lambda: Net().requires_grad_(False)), "no parameter that requires a gradient"),
+    "lazy": (torchs(nn.LazyBatchNorm1d, broadcast_buffers=False), "run one forward of the plain module before wrapping it"),
     "ignored nothing": (
         torchs(lambda: ignoring("extra.none")),
         "'extra.none' is ignored, and is no parameter",
