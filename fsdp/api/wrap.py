@@ -135,6 +135,7 @@ def fully_shard(
     own = [info for one in plan for info in one.param_infos if info.mesh is not None]
     meshes = dict.fromkeys((mesh, *(info.mesh for info in own)))
     around = dict.fromkeys(group for one in meshes for group in groups_around(one, given))
+    del given  # DTensors take the places of parameters, whose memory is released unit by unit
     intercept_engine_calls(translate_shards, refuse_compiled_autograd)
     clip_and_scale.let_scalers_agree()
     dtensor_mesh = open_mesh(process_group, mesh, device_of(plan) or torch.device("cpu")) if config.dtensors else None

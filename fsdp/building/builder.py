@@ -5,11 +5,14 @@ have values, so no rank ever holds more than one unsharded unit and the layers a
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from operator import is_not, methodcaller
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fsdp.autograd.pytree import MANAGED
 from fsdp.building.attach import attach, detach
@@ -28,6 +31,7 @@ from fsdp.params.shown_params import show_plainly
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.shards.dtensors import Mesh, here_of
+from fsdp.shards.optimizer_state import Successor, hand_over, living_optimizers
 
 Initialise = Callable[[nn.Module], object]
 
@@ -169,8 +173,22 @@ class _Builder:
         for info in one.param_infos:
             for module, _ in info.slots:
                 show_plainly(module)  # it may have shown a parameter that belonged to another unit
+        former = {info: ref(info.parameter) for info in one.param_infos}
         flats = make_flat_buffers(one.param_infos, config, self._comms, self._mesh)
-        return Unit(one.members, one.name, flats, config, self._comms)
+        unit = Unit(one.members, one.name, flats, config, self._comms)
+        successors = {
+            parameter: Successor(info.parameter, partial(placement.part_of_former_state, parameter, flat.shard.device))
+            for flat in flats
+            for info, placement in zip(flat.param_infos, flat.placements, strict=True)
+            if (parameter := former[info]()) is not None and parameter is not info.parameter
+        }
+        if successors:  # other code keeps parameters that were replaced
+            hand_over(self._optimizers, successors)
+        return unit
+
+    @cached_property
+    def _optimizers(self) -> list[Optimizer]:
+        return living_optimizers()
 
     def _prepare(self, module: nn.Module, index: int) -> None:
         """Allocate and initialise `module` and the modules below it, and build the units below it."""

@@ -254,6 +254,15 @@ class Placement:
         """Whether this rank has state of the parameter."""
         return self.part.numel > 0 or self.replaces_param
 
+    def part_of_former_state(self, former: Tensor, device: torch.device, value: Any) -> Tensor | None:
+        """This rank's part, on `device`, of what an optimizer keeps of `former`, the parameter before it was sharded.
+
+        None if it does not lie as that did, so that nothing says how to cut it.
+        """
+        how = ("shape", "device_mesh", "placements")  # ordinary tensors lack the last two
+        is_alike = [getattr(value, one, None) for one in how] == [getattr(former, one, None) for one in how]
+        return self.as_shard(self.local_part(value).to(device, copy=True)) if is_alike else None
+
     def part_of_state(self, where: str, value: Any) -> Any:
         """What this rank saves of an optimizer's value. If nothing says how it lies on ranks, an error begins with `where`."""
         return plain(value) if isinstance(value, ShardTensor) else value

@@ -265,8 +265,8 @@ def replace_by_dtensor(original: nn.Parameter, shard: Tensor, former: nn.Paramet
         made.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     is_replaced(
         original,
-        "was made before the module was wrapped with DTensors as shards, which replace its parameters: make the optimizer after "
-        "wrapping.",
+        "was made before the module was wrapped with DTensors as shards, which replace its parameters, and has state that cannot "
+        "be cut like them: make the optimizer after wrapping.",
     )
     return made
 

@@ -8,13 +8,14 @@ The first step, and each call of this engine that is given an optimizer, sets th
 none yet. Its state is looked through at its first step.
 """
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp.autograd.dynamo import is_full_graph
@@ -131,6 +132,45 @@ def adopt_state(optimizer: Optimizer) -> None:
     found = {p: _parts(optimizer, p, kept) for p, kept in optimizer.state.items() if isinstance(p, ShardParameter) and kept}
     for parameter, kept in found.items():
         optimizer.state[parameter] = kept
+
+
+class Successor(NamedTuple):
+    """What is trained in the place of a parameter."""
+
+    parameter: nn.Parameter
+    part_of_state: Callable[[Tensor], Tensor | None]
+    """This rank's part of a tensor of an optimizer's state of the former parameter; None if nothing says how to cut it."""
+
+
+def living_optimizers() -> list[Optimizer]:
+    """All optimizers of this process. Torch has no list of them, so this asks the garbage collector: it takes some 30 ms."""
+    return [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
+
+
+def hand_over(optimizers: Iterable[Optimizer], successors: Mapping[Any, Successor]) -> None:
+    """Let `optimizers` train the successors of their parameters, with this rank's parts of their state.
+
+    An optimizer of which some state cannot be cut keeps all its parameters. Its step is refused, see `is_replaced`.
+    """
+    for optimizer in optimizers:
+        lists = [group["params"] for group in optimizer.param_groups]
+        former = [one for parameters in lists for one in parameters if one in successors]
+        parts = {one: _parts_for(successors[one], optimizer.state[one]) for one in former if one in optimizer.state}
+        if any([part is None for kept in parts.values() for part in kept.values()]):
+            continue
+        for parameters in lists:
+            parameters[:] = [successors[one].parameter if one in successors else one for one in parameters]
+        for one, kept in parts.items():
+            del optimizer.state[one]
+            optimizer.state[successors[one].parameter] = kept
+
+
+def _parts_for(successor: Successor, kept: dict[str, Any]) -> dict[str, Any]:
+    """The state `kept` of a parameter, as its successor's."""
+    return {
+        key: value if isinstance(value, int | float) or getattr(value, "ndim", None) == 0 else successor.part_of_state(value)
+        for key, value in kept.items()
+    }
 
 
 def _give_values(optimizer: Optimizer, state_dict: StateDict) -> None:

@@ -195,6 +195,30 @@ def check_copy(kind: str) -> None:
     same(full(again), full(copied), 0.0)
 
 
+def check_an_optimizer_from_before(kind: str) -> None:
+    """An optimizer that was made before wrapping, and may have stepped, goes on with the shards and its part of the state."""
+    for steps_before in (0, 1):
+        made: list[torch.optim.Optimizer] = []
+
+        def make_optimizer(model: nn.Module, steps: int = steps_before, made: list[torch.optim.Optimizer] = made) -> None:
+            made.append(torch.optim.AdamW(model.parameters(), lr=0.01))
+            for _ in range(steps):
+                for parameter in model.parameters():
+                    parameter.grad = parameter.detach().clone()
+                made[-1].step()
+                made[-1].zero_grad()
+
+        model = build(kind, before_wrapping=make_optimizer)
+        (optimizer,) = made
+        assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [*map(id, model.parameters())]
+        for number in range(2):
+            dims.step(kind, model, optimizer, number)
+        wanted = plain(kind)
+        make_optimizer(wanted)
+        dims.train_alone(kind, wanted, made[-1], 2)
+        same(full(model), wanted.state_dict())
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "summon": check_summon,
     "refused in a summon": check_what_a_summon_refuses,
@@ -204,6 +228,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "full_tensor": check_full_tensor,
     "full_parameters": check_full_parameters,
     "deepcopy": check_copy,
+    "an optimizer from before": check_an_optimizer_from_before,
 }
 
 

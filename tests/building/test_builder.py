@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import sys
+import weakref
 from functools import partial
 from typing import Any
 
@@ -269,6 +270,21 @@ def test_what_wrapping_does_for_a_unit_does_not_grow_with_the_units() -> None:
 
     _, few, more, most = fsdp.simulate(1, lambda rank: [calls(count) for count in (20, 20, 60, 100)])[0]  # the first may import
     assert most - more == pytest.approx(more - few, rel=0.01)
+
+
+@on_ranks(2)
+def test_parameters_that_dtensors_replace_are_freed_unit_by_unit(rank: int) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    most, seen = 0, []
+
+    def initialise(module: nn.Module) -> None:
+        nonlocal most
+        seen.append(weakref.ref(module.weight))
+        most = max(most, sum(parameter() is not None for parameter in seen))
+
+    fsdp.fully_shard(model, auto_wrap_policy={nn.Linear}, dtensors=True, param_init_fn=initialise)
+    assert most == 1
 
 
 def _replace(module: nn.Module) -> None:

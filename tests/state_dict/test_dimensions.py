@@ -58,11 +58,18 @@ def groups_of(kind: str) -> int:
     return 2 if kind.endswith("tensor parallel") else 4
 
 
-def build(kind: str, model: nn.Sequential | None = None, **options: Any) -> nn.Sequential:
+def build(
+    kind: str,
+    model: nn.Sequential | None = None,
+    *,
+    before_wrapping: Callable[[nn.Module], None] = lambda model: None,
+    **options: Any,
+) -> nn.Sequential:
     model = model or plain(kind)
     if kind in ("experts", "experts by placements"):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
         experts.distribute(model, mesh)
+        before_wrapping(model)
         if kind == "experts":
             experts.wrap(model, mesh, **options)
         else:
@@ -73,9 +80,11 @@ def build(kind: str, model: nn.Sequential | None = None, **options: Any) -> nn.S
         for block in model[:2]:
             parallelize_module(block, mesh["tp"], {"router": ColwiseParallel(output_layouts=Replicate())})
         experts.distribute(model, mesh)
+        before_wrapping(model)
         experts.wrap(model, mesh, **options)
         return model
     if kind in ("dtensors", "columns"):
+        before_wrapping(model)
         choose = (lambda p: Shard(p.dim() - 1)) if kind == "columns" else None
         return fsdp.fully_shard(model, auto_wrap_policy={Block}, dtensors=True, shard_placement_fn=choose, **options)
     is_hybrid = kind.endswith("replicas")
@@ -84,6 +93,7 @@ def build(kind: str, model: nn.Sequential | None = None, **options: Any) -> nn.S
     for block in model[:2]:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     data, strategy = (mesh["replica", "dp"], "HYBRID_SHARD") if is_hybrid else (mesh["dp"], "FULL_SHARD")
+    before_wrapping(model)
     if kind in BESIDE:
         fsdp.fully_shard(model[2], mesh=data, sharding_strategy=strategy)
     return fsdp.fully_shard(model, mesh=data, auto_wrap_policy={Block}, **{"sharding_strategy": strategy, **options})
@@ -115,12 +125,16 @@ def alone(kind: str, steps: int = 2) -> tuple[nn.Sequential, torch.optim.Optimiz
     """The same in one process."""
     model = plain(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train_alone(kind, model, optimizer, steps)
+    return model, optimizer
+
+
+def train_alone(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     for number in range(steps):
         for group in range(groups_of(kind)):
             (model(batch(number, group)).square().mean() / groups_of(kind)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model, optimizer
 
 
 def same(found: dict[str, Any], wanted: dict[str, Any], most: float = 2e-5) -> None:
