@@ -89,13 +89,16 @@ def compare_state(optimizer: Optimizer) -> None:
             # others may keep statistics over this rank's part, beside shards
             if known or not any([isinstance(one, ShardTensor) for one in kept.values()]):
                 kept.update(parts)
-        elif known or is_fused:  # fused implementations compare no shapes: they would write past the end
-            for key, one in kept.items():
-                if type(one) is Tensor and key not in NUMBERS and one.shape != parameter.shape:
-                    raise ShardingError(
-                        f"{type(optimizer).__name__}: the state {key!r} has shape {tuple(one.shape)}, and the parameter has "
-                        f"shape {tuple(parameter.shape)} since its module was wrapped or unwrapped: {_REMEDY}."
-                    )
+            continue
+        for key, one in kept.items():
+            # fused implementations compare no shapes: they would write past the end
+            compares = (known or is_fused) and type(one) is Tensor and key not in NUMBERS
+            if isinstance(one, ShardTensor) or (compares and one.shape != parameter.shape):
+                raise ShardingError(
+                    f"{type(optimizer).__name__}: the state {key!r}, of shape {tuple(plain(one).shape)} on this rank, is of "
+                    f"another cut than the parameter, of shape {tuple(parameter.shape)}, since its module was wrapped or "
+                    f"unwrapped: {_REMEDY}."
+                )
     if not _summoned(optimizer):
         _known_cuts[optimizer] = cuts.count
 

@@ -123,15 +123,18 @@ def test_the_unwrapped_model_is_wrapped_again(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_the_step_of_an_optimizer_with_state_of_shards_is_refused(rank: int) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Derived])
+def test_the_step_of_an_optimizer_with_state_of_shards_is_refused(rank: int, kind: type[torch.optim.AdamW]) -> None:
     model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block})
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = kind(model.parameters())
     backward(model, torch.ones(2, 6))
     optimizer.step()
     state = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
     fsdp.unwrap(model)
     backward(model, torch.ones(2, 6))
-    with pytest.raises(fsdp.ShardingError):
+    with pytest.raises(
+        fsdp.ShardingError, match=r"is of another cut than the parameter, .* take fsdp.full_optim_state_dict before"
+    ):
         optimizer.step()
     assert state
 
