@@ -94,8 +94,8 @@ def load_call() -> LoadCall | None:
     return None if given is None else LoadCall(given["self"], given["state_dict"], given["strict"], given["assign"])
 
 
-def assigns(metadata: dict[str, Any]) -> bool:
-    """Whether the load that runs has assign=True. If not, take out what torch has left of an earlier load with it."""
+def settle_assign(metadata: dict[str, Any]) -> bool:
+    """Take out of `metadata` what torch left of an earlier load with assign=True. Return whether the load that runs has it."""
     if (call := load_call()) is not None and not call.assign:
         metadata.pop("assign_to_params_buffers", None)
     return "assign_to_params_buffers" in metadata

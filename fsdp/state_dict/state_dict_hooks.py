@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp.autograd.frames import FullStateCall, assigns, full_state_call, load_call, modules_being_saved
+from fsdp.autograd.frames import FullStateCall, full_state_call, load_call, modules_being_saved, settle_assign
 from fsdp.config import MeshKind
 from fsdp.device.storage import storage_key, with_own_storage
 from fsdp.errors import ShardingError
@@ -156,7 +156,7 @@ class StateHooks(RefuseCopy):
         self._engine.pending_backward.await_end()
         refuse_borrowing(self._engine)
         operation = self._operation
-        if assigns(metadata):
+        if settle_assign(metadata):
             raise ShardingError(f"{operation}: assign=True would replace its shards; leave it out.")
         if not self._engine.root.at_rest:
             raise ShardingError(f"{operation}: call it outside any forward, backward and summon_full_params.")
@@ -171,7 +171,7 @@ class StateHooks(RefuseCopy):
         check_values(operation, target, given)
 
     def _take_local_parts(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
-        assigns(metadata)  # takes out what an earlier load has left
+        settle_assign(metadata)  # takes out what an earlier load has left
         for slot, param_shard in self._slots[module].items():
             given = state_dict.get(prefix + slot)
             if given is not None and not self._summoned:

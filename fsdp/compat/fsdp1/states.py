@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.autograd.frames import assigns
+from fsdp.autograd.frames import settle_assign
 from fsdp.compat.fsdp1 import torch_names
 from fsdp.compat.fsdp1.root_forward import take_over
 from fsdp.compat.fsdp1.sharding import instances_in, plain_name
@@ -189,7 +189,7 @@ def take_values(
     kind, _ = format_of(instance)
     _check_resting(instance, "load_state_dict")
     if not instance._is_summoned:
-        if assigns(metadata):
+        if settle_assign(metadata):
             raise ShardingError("load_state_dict: assign=True would replace the shards; leave it out.")
         if kind is StateDictType.LOCAL_STATE_DICT:
             _take_vectors(instance, state_dict, prefix)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule as _Theirs
 
 from fsdp.api.reductions import set_divide_factors
 from fsdp.api.wrap import set_requires_gradient_sync
-from fsdp.autograd.frames import assigns, load_call
+from fsdp.autograd.frames import load_call, settle_assign
 from fsdp.compat.fsdp2 import residence
 from fsdp.compat.fsdp2.move_module import apply_to_tensors, make_room
 from fsdp.compat.fsdp2.residence import GradientReductionHandle, UnshardHandle
@@ -265,7 +265,7 @@ class FSDPModule:
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
         """Load this module's own values. A module around it that is not wrapped may be loading with assign=True."""
         call = load_call()
-        if assigns(local_metadata) and call is not None:
+        if settle_assign(local_metadata) and call is not None:
             if self is next(one for one in call.module.modules() if isinstance(one, FSDPModule)):
                 make_room(call.module, call.state_dict, assigns=True)
             del local_metadata["assign_to_params_buffers"]
