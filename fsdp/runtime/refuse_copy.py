@@ -21,8 +21,8 @@ class RefuseCopy:
 
     def __reduce__(self) -> NoReturn:
         raise ShardingError(
-            f"unit {self._unit.name!r} cannot be pickled, because a module holds the engine of its process: save "
-            "model.state_dict() where each rank has all parameters, and fsdp.full_state_dict(model) elsewhere."
+            f"unit {self._unit.name!r} cannot be pickled, because a module holds the engine of its process: save what "
+            "fsdp.full_state_dict(model) returns on rank 0 (every rank calls it), or model.state_dict() by DDP's names."
         )
 
 

@@ -26,17 +26,18 @@ def test_twenty_rounds_in_the_simulated_world_leave_nothing_behind() -> None:
     assert held() == before
 
 
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("door", [fsdp.FullyShardedDataParallel, fsdp.fully_shard])
-def test_a_pickle_is_refused_with_the_remedy(door: Any) -> None:
-    def one_rank(rank: int) -> str:
-        with pytest.raises(fsdp.ShardingError) as caught:
-            pickle.dumps(door(make_net(), auto_wrap_policy={Block}))
-        return str(caught.value)
-
-    assert (
-        "save model.state_dict() where each rank has all parameters, and fsdp.full_state_dict(model)"
-        in fsdp.simulate(2, one_rank)[1]
-    )
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks("size")
+def test_a_pickle_is_refused_with_a_remedy_that_works(rank: int, size: int, door: Any, strategy: str) -> None:
+    """The values of the model's own state dict are refused as well, also where each rank has all parameters."""
+    model = door(make_net(), auto_wrap_policy={Block}, sharding_strategy=strategy)
+    with pytest.raises(fsdp.ShardingError, match=r"what fsdp.full_state_dict\(model\) returns on rank 0 .every rank calls it"):
+        pickle.dumps(model)
+    with pytest.raises(fsdp.ShardingError, match="cannot be pickled"):
+        pickle.dumps(model.state_dict())
+    pickle.dumps(fsdp.full_state_dict(model))
 
 
 @on_ranks(2)
