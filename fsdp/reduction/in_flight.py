@@ -152,7 +152,7 @@ class ReductionQueue:
             self._release(buckets, joined)
             raise
         scratch = 0 if coalesced else comm.scratch_bytes(inputs[0], self._exact)
-        self._tracker.add("reduced", size_of(output))
+        self._tracker.add("reduced", output.nbytes)
         self._tracker.add("scratch", scratch)
         self._reduce_scatters.append(Reduction(buckets, output, work, joined, scratch, divisor, lane))
 
@@ -229,7 +229,9 @@ class ReductionQueue:
         held = []
         while self._all_reduces:
             reduction = self._all_reduces[0]
-            self._finish(reduction, reduction.work)
+            with self._streams.landing(reduction.lane):
+                reduction.work.wait()
+                self._finish(reduction)
             if isinstance(reduction.work, SparseTotal):
                 held.append(reduction.output)  # the reduction stream still reads memory of the compute stream
             del self._all_reduces[0]
@@ -295,31 +297,29 @@ class ReductionQueue:
         """Start the sum of reduced chunks over the replicas, if there are any."""
         replicas = reduction.buckets[0].flat.comms.lane(reduction.lane).replicate
         if self.hook is not None or replicas.size == 1:
-            self._finish(reduction, DONE)
+            self._finish(reduction)
         else:
             work = replicas.all_reduce(_as_real(reduction.output), "sum", reduction.buckets[0].name, self._exact)
             scratch = replicas.all_reduce_scratch_bytes(reduction.output, self._exact)
             self._tracker.add("scratch", scratch)
             self._all_reduces.append(reduction._replace(work=work, joined=None, scratch=scratch))
 
-    def _finish(self, reduction: Reduction, work: Work) -> None:
-        """Wait for `work`, the sum over the replicas, divide it, and hand each bucket its chunk."""
-        reduced = reduction.output
-        with self._streams.landing(reduction.lane):
-            work.wait()
-            if isinstance(work, SparseTotal):
-                reduced = self._replace(reduced, work.result)
-            if reduction.divisor != 1:
-                reduced.div_(self._scalar(reduction.divisor))
-            dtype = reduction.buckets[0].flat.shard.dtype
-            if reduced.dtype != dtype:
-                reduced = self._replace(reduced, reduced.to(dtype))
-            is_added = any([bucket.reduced is not None for bucket in reduction.buckets])
-            if is_added:
-                self._streams.await_reductions()  # a remainder is added to the first chunk, which is another lane's
-            reduced = reduction.buckets[0].flat.home.receive(reduced, is_added, self._streams, self._tracker)
-            for bucket, chunk in zip(reduction.buckets, _split(reduced, reduction.buckets), strict=True):
-                bucket.add_reduced(chunk)
+    def _finish(self, reduction: Reduction) -> None:
+        """Divide a sum that is complete, and hand each bucket its chunk. Called on the stream of its lane."""
+        reduced, buckets = reduction.output, reduction.buckets
+        if isinstance(reduction.work, SparseTotal):
+            reduced = self._replace(reduced, reduction.work.result)
+        if reduction.divisor != 1:
+            reduced.div_(self._scalar(reduction.divisor))
+        dtype = buckets[0].flat.shard.dtype
+        if reduced.dtype != dtype:
+            reduced = self._replace(reduced, reduced.to(dtype))
+        is_added = any([bucket.reduced is not None for bucket in buckets])
+        if is_added:
+            self._streams.await_reductions()  # a remainder is added to the first chunk, which is another lane's
+        reduced = buckets[0].flat.home.receive(reduced, is_added, self._streams, self._tracker)
+        for bucket, chunk in zip(buckets, _split(reduced, buckets), strict=True):
+            bucket.add_reduced(chunk)
 
     def _replace(self, old: Tensor, new: Tensor) -> Tensor:
         """Count the new tensor in place of the old one."""

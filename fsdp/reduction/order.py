@@ -34,8 +34,10 @@ class ReductionOrder:
         self._default = [i for i in backwards if innermost[i]] + [i for i in backwards if not innermost[i]]
         self._learned: dict[tuple[bool, ...], tuple[Sequence[int], Sequence[int]]] = {}
         """The learned orders of units and of buckets. The key says which buckets are trained."""
-        self._trained: tuple[bool, ...] = ()
+        self.trained: tuple[bool, ...] = ()
         """For each bucket, whether this backward trains it."""
+        self.is_learned = False
+        """Whether the order is rank 0's for the buckets that this backward trains."""
         self.arrivals: list[int] = []
         """The buckets in the order in which they became ready in this backward."""
         self.units: Sequence[int] = tuple(self._default)
@@ -43,24 +45,19 @@ class ReductionOrder:
         self.buckets: Sequence[int] = self._in_units(self._default)
         """The numbers of all buckets."""
 
-    def begin(self, trained: tuple[bool, ...]) -> bool:
-        """Begin a backward that trains these buckets; return whether the order changes."""
-        self._trained = trained
-        self.arrivals = []
-        learned = self._learned.get(trained)
-        if learned is None or learned[1] is self.buckets:
-            return False
-        self.units, self.buckets = learned
-        LOG.info("order of reductions changed with the trainable parameters: %s", [self._buckets[n].name for n in self.buckets])
-        return True
+    def train(self, trained: tuple[bool, ...]) -> None:
+        """Backwards train these buckets from now on: follow the order that was learned for them, if there is one."""
+        self.trained, self.is_learned = trained, trained in self._learned
+        units, buckets = self._learned.get(trained, (self.units, self.buckets))
+        if buckets is not self.buckets:
+            self.units, self.buckets = units, buckets
+            LOG.info("order of reductions changed with the trainable parameters: %s", [self._buckets[n].name for n in buckets])
 
-    def learn(self, world_comm: Communicator, device: torch.device) -> bool:
-        """At the end of a backward that synchronised: adopt rank 0's order, unless it is known; return whether it was not.
+    def learn(self, world_comm: Communicator, device: torch.device) -> None:
+        """At the end of a backward that synchronised, if the order is not known: adopt rank 0's.
 
         Traffic: the first such backward of a set of trainable parameters broadcasts one integer a bucket.
         """
-        if self._trained in self._learned:
-            return False
         # buckets that never became ready follow in the default order
         every = dict.fromkeys((*self.arrivals, *self._in_units(self._default)))
         arrivals = torch.tensor(list(every), dtype=torch.int64, device=device)
@@ -69,13 +66,14 @@ class ReductionOrder:
         present = dict.fromkeys(self._buckets[number].unit for number in numbers)
         self.units = (*present, *(index for index in self._default if index not in present))
         self.buckets = self._in_units(self.units) if self._by_unit else tuple(numbers)
-        self._learned[self._trained] = self.units, self.buckets
+        self._learned[self.trained] = self.units, self.buckets
+        self.is_learned = True
         LOG.info("order of reductions learned from rank 0: %s", [self._buckets[number].name for number in self.buckets])
-        return True
 
     def relearn(self) -> None:
         """Learn the order anew in the next backward that synchronises."""
         self._learned.clear()
+        self.is_learned = False
 
     def make_groups(self, hooked: bool) -> Sequence[BucketGroup]:
         """The groups of buckets that share a collective, in the agreed order. `hooked`: a comm hook reduces each bucket alone."""

@@ -169,7 +169,9 @@ class Reducer:
         # a rank that left a unit out may not know what was accumulated: ranks that go different ways ask about every bucket
         self._trained = [bucket.begin() or self.meeting is not None for bucket in self.buckets]
         """For each bucket, whether it is reduced. One that is frozen now may be thawed before its unit is done."""
-        if self.order.begin(tuple(self._trained)):
+        self.order.arrivals = []
+        if self.order.trained != tuple(self._trained):
+            self.order.train(tuple(self._trained))
             self._make_groups()
         self._queue.begin()
         if accumulates:
@@ -428,5 +430,6 @@ class Reducer:
         self.used_params.wait_all()
         self.used_params.end()
         self._queue.check(BucketEvent.COMMIT)  # all buckets or none
-        if self.order.learn(self._comms.world_comm, self._device):
+        if not self.order.is_learned:
+            self.order.learn(self._comms.world_comm, self._device)
             self._make_groups()
