@@ -49,7 +49,7 @@ class BucketQueue:
         """Begin a backward: all buckets are EMPTY, and no unit is done."""
         self._states = [BucketState.EMPTY] * len(self.names)
         self._unit_states = [UNITS[state][UnitEvent.BEGINS].to for state in self._unit_states]
-        self._missing = [len(group) for group in self._groups]
+        self._missing = [*map(len, self._groups)]
         """The number of buckets of each group that were not offered."""
         self._turn = 0
 

@@ -1,6 +1,5 @@
 """Finds the tensors in the inputs and outputs of a forward, and the modules below a module."""
 
-import weakref
 from collections import deque
 from collections.abc import Collection, ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import is_dataclass
@@ -38,39 +37,12 @@ def modules_within(module: nn.Module, others: Collection[int]) -> Iterator[nn.Mo
             yield from modules_within(child, others)
 
 
-class Attributes:
-    """The attributes of a module that torch does not manage: all but parameters, modules and torch's own; and its buffers."""
-
-    __slots__ = ("_last", "_module", "_names")
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        self._last = (0, "")
-        """How many attributes there were, and the newest of them, when the names were searched."""
-        self._names: list[str] = []
-
-    def values(self) -> list[Any]:
-        """The current values. Every forward calls this, so the names are searched again only if a new one has come."""
-        module = self._module()
-        if module is None:
-            return []  # another one took its place after wrapping
-        attributes = vars(module)
-        if self._last != (last := (len(attributes), next(reversed(attributes)))):
-            self._last = last
-            self._names = [name for name in attributes if name not in _OF_TORCH]
-        values = list(map(attributes.get, self._names))
-        if module._buffers:
-            values += [buffer for buffer in module._buffers.values() if buffer is not None and buffer.requires_grad]
-        return values
-
-
 MANAGED: Final = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """The attributes by which other libraries know a module of a unit, as torch's FSDP sets them.
 
 transformers asks for the first one: then all ranks run a layer, or a step of `generate`, that one of them needs. The compiler of
 torch asks for both, and does not compile a module that has the first alone. Both are False with `uneven_paths`.
 """
-_OF_TORCH: Final = frozenset((*vars(nn.Module()), *MANAGED, "__deepcopy__"))
 
 
 def _in_attributes(thing: Any, depth: int) -> Iterator[Tensor]:

@@ -245,10 +245,10 @@ class Visit:
         self._visited.add(self)
         self.lost_act = act
 
-    def add_path(self, path: BackwardPath, on_freed: Callable[[weakref.ref[BackwardPath]], None]) -> None:
-        """Follow the path through a call that has returned. `on_freed` is called when its graph is freed."""
+    def add_path(self, path: BackwardPath) -> None:
+        """Follow the path through a call that has returned."""
         self._paths = [reference for reference in self._paths if reference() is not None]
-        self._paths.append(weakref.ref(path, on_freed))
+        self._paths.append(weakref.ref(path))
 
     def reach(self, path: BackwardPath) -> None:
         """Record that autograd is about to enter a call."""

@@ -168,8 +168,8 @@ class FlatBuffer:
         with torch.inference_mode(False):  # later passes write there too
             return self.home.memory(self.layout.shard_numel, dtype)
 
-    def begin_gather(self, tracker: MemoryTracker, streams: Streams) -> Tensor | None:
-        """This rank's chunk in the compute dtype as bytes (uint8), to be gathered; None if there is nothing to gather.
+    def begin_gather(self, tracker: MemoryTracker, streams: Streams) -> Tensor:
+        """This rank's chunk in the compute dtype as bytes (uint8), to be gathered.
 
         If the chunks are gathered in place, it allocates the unsharded parameters, and the chunk is in its place there.
         """
@@ -177,8 +177,6 @@ class FlatBuffer:
             chunk = self.home.on_device(self.shard).to(self.unsharded.dtype)
             self.home.copied(streams)
             return chunk.view(torch.uint8)
-        if self.is_shared:
-            return None
         self.home.upload(self.shard, self.memory, self.local_unsharded, streams, tracker)
         return self.local_bytes
 

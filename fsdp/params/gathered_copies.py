@@ -210,47 +210,19 @@ for _name in ("data", "grad", "requires_grad", "grad_dtype"):
     setattr(ReadCopy, _name, property(getattr(Tensor, _name).__get__, _refused(f"{_name} = ...")))
 
 
-class ReadCopies:
-    """The copies that reads in forwards returned, watched for in-place updates, which would never reach the parameter.
+class WatchedCopy:
+    """A copy of a parameter that a read in a forward returned, and how it was then: an update would never reach the parameter.
 
-    A copy is watched as long as its memory lives. `guard`: also for updates through `.data`, which no version counts. Memory:
-    each copy twice, as long as something else has it, or until the next check.
+    What is set on the copy is refused. `guard`: it is also watched for updates through `.data`, which no version counts. Memory:
+    the copy twice, as long as something else has it, or until the next check.
     """
 
-    __slots__ = ("_guard", "_watched")
-
-    def __init__(self, guard: bool) -> None:
-        self._guard = guard
-        self._watched: list[WatchedCopy] = []
-
-    def add(self, name: str, copy: Tensor) -> None:
-        """Watch the copy of the parameter `name`. What is set on the copy is refused."""
-        if type(copy) is Tensor:
-            copy.__class__, copy.__dict__["read"] = ReadCopy, name
-        self._watched.append(WatchedCopy(name, copy, self._guard))
-
-    def check(self, unit: str) -> None:
-        """Stop watching the copies whose memory is gone. Raise ShardingError, and watch none, if one was changed in place."""
-        if not self._watched:
-            return
-        watched, self._watched = self._watched, []
-        for one in watched:
-            if one.is_changed():
-                raise ShardingError(
-                    f"parameter {one.name!r} was read in a forward outside its unit {unit!r} and changed there in place, which "
-                    "reaches a copy only; change the parameter itself, in the forward of its unit or between forwards, or clone "
-                    "what was read."
-                )
-        self._watched = [one for one in watched if one.is_alive()]
-
-
-class WatchedCopy:
-    """A copy of a parameter in the hands of the user, and how it was when it was made."""
-
-    __slots__ = ("_kept", "_stand_in", "_storage", "_version", "name")
+    __slots__ = ("_kept", "_name", "_stand_in", "_storage", "_version")
 
     def __init__(self, name: str, copy: Tensor, guard: bool) -> None:
-        self.name = name
+        if type(copy) is Tensor:
+            copy.__class__, copy.__dict__["read"] = ReadCopy, name
+        self._name = name
         self._stand_in = copy.detach()
         """A tensor without memory that has the version counter of the copy."""
         self._stand_in.data = copy.new_empty(0)
@@ -260,11 +232,16 @@ class WatchedCopy:
         self._kept = (memory, memory.clone()) if guard else None
         """In guard mode, the copy and its values then."""
 
-    def is_changed(self) -> bool:
-        """Whether the copy was changed in place."""
-        return self._stand_in._version != self._version or (
+    def refuse_changed(self, unit: str) -> None:
+        """Raise ShardingError if the copy was changed in place."""
+        if self._stand_in._version != self._version or (
             self._kept is not None and bool(_bytes(self._kept[0]).ne(_bytes(self._kept[1])).any())
-        )
+        ):
+            raise ShardingError(
+                f"parameter {self._name!r} was read in a forward outside its unit {unit!r} and changed there in place, which "
+                "reaches a copy only; change the parameter itself, in the forward of its unit or between forwards, or clone "
+                "what was read."
+            )
 
     def is_alive(self) -> bool:
         """Whether a tensor of the user, or a graph, has the memory of the copy."""

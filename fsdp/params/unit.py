@@ -24,7 +24,7 @@ from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer, SavedShards
-from fsdp.params.gathered_copies import GatheredCopies, ReadCopies, gather_param, local_param
+from fsdp.params.gathered_copies import GatheredCopies, WatchedCopy, gather_param, local_param
 from fsdp.params.module_tree import refuse_transforms
 from fsdp.params.shown_params import (
     PendingGrads,
@@ -97,13 +97,16 @@ class Unit:
         self.before_copy: Callable[[FlatBuffer, torch.dtype], None] | None = None
         """Called before a copy of a flat buffer is gathered in a dtype."""
         self.flats = tuple(flats)
+        self.gathered_flats = tuple([flat for flat in flats if not flat.is_shared])
+        """Those whose unsharded parameters have memory of their own."""
         self.copies_shards = any(flat.home.copies for flat in self.flats)
         """See `Home.copies`."""
         self.versions = Versions(self.flats)
         self.full_params = FullParams(self.flats)
         self.has_full_params = False
         """Whether the user's Parameter objects point at full parameters, or the modules show these."""
-        self._read_copies = ReadCopies(config.guard)
+        self._read_copies: list[WatchedCopy] = []
+        """The copies that reads in forwards returned. Each is watched as long as its memory lives."""
         self.param_infos = tuple(info for flat in self.flats for info in flat.param_infos)
         self.sharded_params = tuple(p for flat in self.flats for p in flat.sharded_params)
         self.unsharded_params = tuple(p for flat in self.flats for p in flat.unsharded_params)
@@ -179,7 +182,7 @@ class Unit:
     @property
     def gather_sizes(self) -> tuple[int, ...]:
         """Bytes of the unsharded parameters that each all-gather of this unit fills."""
-        return tuple(size_of(flat.unsharded) for flat in self.flats if not flat.is_shared)
+        return tuple(size_of(flat.unsharded) for flat in self.gathered_flats)
 
     @property
     def device(self) -> torch.device:
@@ -335,8 +338,15 @@ class Unit:
         Raises:
             ShardingError: the data does not fit, a module shows another parameter, or a copy was changed in place.
         """
-        self._read_copies.check(self.name)
+        self._check_copies()
         return self._check_shards()
+
+    def _check_copies(self) -> None:
+        """Raise ShardingError, and watch no copy any more, if one was changed in place."""
+        watched, self._read_copies = self._read_copies, []
+        for copy in watched:
+            copy.refuse_changed(self.name)
+        self._read_copies += filter(WatchedCopy.is_alive, watched)
 
     def _check_shards(self) -> bool:
         self.refuse_put_away()
@@ -402,7 +412,7 @@ class Unit:
         grads = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(grads):  # an inference tensor does not count its changes
             copy = self._gather_param(flat, number, unsharded.dtype)
-            self._read_copies.add(flat.param_infos[number].names[0], copy)
+            self._read_copies.append(WatchedCopy(flat.param_infos[number].names[0], copy, self.config.guard))
         return copy
 
     def full_value(self, parameter: nn.Parameter, copies: GatheredCopies | None = None) -> Tensor:
@@ -451,32 +461,32 @@ class Unit:
         Traffic:  this rank receives (W - 1) * C elements
         """
         with self._streams.gathering():
-            for prepared in self.prepare_all_gather():
-                self._works.append(self.gather_together([prepared]))
+            prepared = self.prepare_all_gather()
+            for flat, own in zip(self.gathered_flats, prepared, strict=True):
+                self._works.append(self.gather_together([flat], [own]))
             self._works += self._streams.gathered()
 
-    def gather_together(self, prepared: Sequence[tuple[FlatBuffer, Tensor]]) -> Work:
+    def gather_together(self, flats: Sequence[FlatBuffer], own: Sequence[Tensor]) -> Work:
         """Launch one all-gather for flat buffers of this unit, or of others on the same ranks, with this rank's chunk of each.
 
         Memory: the bytes of all of them once more, until they are copied out; none for one that is gathered in place
         """
-        if len(prepared) == 1 and (first := prepared[0])[0].gathers_in_place:
-            return first[0].comm.all_gather(first[0].unsharded_bytes, self.name, first[1])
-        flats = [flat for flat, _ in prepared]
+        if len(flats) == 1 and flats[0].gathers_in_place:
+            return flats[0].comm.all_gather(flats[0].unsharded_bytes, self.name, own[0])
 
         def allocate() -> None:
             for flat in flats:
                 flat.memory.allocate(self._tracker)
 
         places = [place for flat in flats for place in flat.unsharded_segments]
-        work = JointGather(flats[0].comm, places, [own for _, own in prepared], self.name, self._tracker.add, allocate)
+        work = JointGather(flats[0].comm, places, own, self.name, self._tracker.add, allocate)
         if not self._streams.on_host:
             work.wait()  # the gather stream waits and copies, and the host goes on
         return work
 
-    def prepare_all_gather(self) -> Sequence[tuple[FlatBuffer, Tensor]]:
-        """Each flat buffer to be gathered, with this rank's chunk, see `FlatBuffer.begin_gather`."""
-        return [(flat, own) for flat in self.flats if (own := flat.begin_gather(self._tracker, self._streams)) is not None]
+    def prepare_all_gather(self) -> Sequence[Tensor]:
+        """This rank's chunk of each of `gathered_flats`, see `FlatBuffer.begin_gather`."""
+        return [*map(FlatBuffer.begin_gather, self.gathered_flats, repeat(self._tracker), repeat(self._streams))]
 
     def add_works(self, works: Iterable[Work]) -> None:
         """Wait for these too, before the unsharded parameters may be read."""
@@ -502,7 +512,7 @@ class Unit:
 
     def refuse_changed(self) -> None:
         """Raise ShardingError at the end of a forward if the weights were changed while it ran, as by a step in a hook."""
-        self._read_copies.check(self.name)
+        self._check_copies()
         if self._open and self.versions.is_copy_of_earlier:
             raise ShardingError(
                 f"parameters of unit {self.name!r} were changed while its forward ran, which has computed with what they were "

@@ -364,7 +364,7 @@ class Bucket:
                     param.grad = gradient if gradient.dtype is dtype else gradient.to(dtype)
         self.expects_accumulated = False
         # in one order on all ranks, because a hook may call a collective
-        return [flat.sharded_params[i] for i in sorted(hooked)]
+        return [*map(flat.sharded_params.__getitem__, sorted(hooked))]
 
     # what a sparse bucket does in another way ---------------------------------------------
 

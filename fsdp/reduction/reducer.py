@@ -9,6 +9,7 @@ Rule 4: the tables of `state_machine.bucket` decide what happens to a bucket; th
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import repeat
 from operator import attrgetter
 from time import perf_counter
 from typing import Final
@@ -251,7 +252,7 @@ class Reducer:
         for number in self.of_unit[index]:
             if BucketAction.PUT in self._queue.on(number, BucketEvent.COMMIT):
                 hooked = self.buckets[number].put(self.used_params.used(number), self._may_be_hooked)
-                self._hooked += [(index, parameter) for parameter in hooked]
+                self._hooked += zip(repeat(index), hooked)
 
     def run_grad_hooks(self) -> None:
         """Before the first commit: run the user's hooks on sharded parameters.

@@ -2,10 +2,11 @@
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from fsdp.autograd.frames import GRAD, backward_caller, in_backward, in_split_backward
+from fsdp.autograd.visits import Visit
 from fsdp.comm.context import CommContext
 from fsdp.errors import PeerFailed, ShardingError
 from state_machine import BackwardEvent, Root
@@ -89,17 +90,17 @@ class PendingBackward:
     A step can fail between its forward and its backward, where no hook sees it, such as in the loss.
     """
 
-    __slots__ = ("_comms", "_end", "_epoch", "_graphs", "_on_host", "expected")
+    __slots__ = ("_comms", "_end", "_epoch", "_on_host", "_visits", "expected")
 
-    def __init__(self, comms: CommContext, on_host: bool) -> None:
+    def __init__(self, comms: CommContext, on_host: bool, visits: Sequence[Visit]) -> None:
+        """`visits`: those of all units of the root."""
         self._comms = comms
         self._on_host = on_host
+        self._visits = visits
         self._epoch = 0
         """The epoch of the communicators when the last pass began."""
         self.expected = False
         """Whether the last forward made a graph, and no backward in which other ranks would wait has entered it."""
-        self._graphs = 0
-        """The number of calls of units whose graphs are alive."""
         self._end = _End()
         """That of the last backward. There was none."""
         self._end.is_over = True
@@ -124,15 +125,11 @@ class PendingBackward:
     @property
     def is_due(self) -> bool:
         """Whether a backward may follow the last forward, whose graph is alive."""
-        return self.expected and self._graphs > 0
+        return self.expected and self._has_graph()
 
-    def add_graph(self) -> Callable[[object], None]:
-        """Count the graph of one call, and of the calls inside it. Call the returned function when it is freed."""
-        self._graphs += 1
-        return self._remove_graph
-
-    def _remove_graph(self, _: object) -> None:
-        self._graphs -= 1
+    def _has_graph(self) -> bool:
+        """Whether the graph of a call of a unit is alive."""
+        return any([visit.living_paths() for visit in self._visits])
 
     def was_abandoned(self) -> bool:
         """Return whether another model on the same communicators has abandoned a step since the last pass began."""
@@ -151,6 +148,6 @@ class PendingBackward:
         """
         awaited, self.expected = self.expected, False
         failure = self._comms.shard_comm.announce_restart(unit) if awaited else None
-        if failure is not None and self._graphs:
+        if failure is not None and self._has_graph():
             raise failure
         return failure

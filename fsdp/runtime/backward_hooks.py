@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from fsdp.autograd.frames import graph_is_made, graph_task
-from fsdp.autograd.visits import BackwardPath, Endpoints, ForwardCall, NodePrehook, Visit, is_batched, node_behind
+from fsdp.autograd.visits import BackwardPath, Endpoints, ForwardCall, NodePrehook, is_batched, node_behind
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
@@ -45,7 +45,7 @@ class BackwardHooks(RefuseCopy):
         self._passes = passes
         self._engine = engine
         self._index = index
-        self.visit = Visit(engine.visited)
+        self.visit = engine.visits[index]
         self.outer: Sequence[BackwardHooks] = ()
         """The hooks of all units with inner units. Autograd can leave such a unit by a path without hooks."""
         self._unit.observer = self
@@ -93,7 +93,7 @@ class BackwardHooks(RefuseCopy):
             self.enter_side(output, call)
         path.endpoints += map(weakref.ref, (*outputs, *side_outputs))
         path.enclosing = around
-        self.visit.add_path(path, self._engine.pending_backward.add_graph())
+        self.visit.add_path(path)
         for node in call.input_nodes:
             NodePrehook.of(node).leave(path, self._on_input_grad)
 

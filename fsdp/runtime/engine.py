@@ -64,7 +64,11 @@ class Engine:
         self._residencies = tuple(Residency(unit.name) for unit in units)
         self.stats = StepStats([unit.gather_sizes for unit in units], tracker)
         self.reducer = Reducer(units, [not inside for inside in descendants], comms, streams, tracker, self.stats)
-        self.pending_backward = PendingBackward(comms, streams.on_host)
+        self.visited: set[Visit] = set()
+        """What the backward that runs has recorded of the units that it has reached."""
+        self.visits = [Visit(self.visited) for _ in units]
+        """What a backward does in each unit."""
+        self.pending_backward = PendingBackward(comms, streams.on_host, self.visits)
         self.synchronises = True
         """Whether a backward that begins now reduces its gradients. False under `no_sync`."""
         self.splits_backward = False
@@ -77,8 +81,6 @@ class Engine:
         """The forward of the root that runs; at rest one without calls."""
         self.backward = Pass()
         """The backward that runs; at rest one without calls."""
-        self.visited: set[Visit] = set()
-        """What the backward that runs has recorded of the units that it has reached."""
         self.last_unit = 0
         """The unit of the last event."""
         self.path: PathPolicy

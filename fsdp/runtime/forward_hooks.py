@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp.autograd.cast import Cast
 from fsdp.autograd.dynamo import uncompiled
 from fsdp.autograd.frames import in_backward, times_running
-from fsdp.autograd.pytree import Attributes, modules_within, tensors_in
+from fsdp.autograd.pytree import MANAGED, modules_within, tensors_in
 from fsdp.autograd.visits import ForwardCall, grad_inputs, of_this_thread, with_tangents
 from fsdp.debug.guard import Guard
 from fsdp.device.storage import storage_key
@@ -31,6 +31,8 @@ from state_machine import Event
 
 _CONTAINERS: Final = frozenset({list, dict, defaultdict, OrderedDict, deque})
 """The classes of attributes that are searched for tensors."""
+_OF_TORCH: Final = frozenset((*vars(nn.Module()), *MANAGED, "__deepcopy__"))
+"""The attributes of a module that torch and this library manage, of which buffers alone can be side outputs."""
 _OF_ALL_MODULES: Final = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
 _NO_HOOKS: Final[dict[int, Any]] = {}
 
@@ -285,11 +287,13 @@ class SideOutputs:
     They are attributes of its modules, such as a balancing loss, and what hooks capture, or compute from what they see.
     """
 
-    __slots__ = ("_attributes", "_handles", "_hooks", "_inner", "_looked_at", "_see")
+    __slots__ = ("_handles", "_hooks", "_inner", "_looked_at", "_modules", "_names", "_see")
 
     def __init__(self, members: Sequence[nn.Module], own_modules: Sequence[nn.Module], see: Callable[..., None]) -> None:
         """`see` is a forward hook on each module inside of which a hook of the user's sees what it is given and returns."""
-        self._attributes = [Attributes(one) for one in own_modules]
+        self._modules = [*map(weakref.ref, own_modules)]
+        self._names: list[tuple[tuple[int, str], list[str]]] = [((0, ""), []) for _ in own_modules]
+        """Of each module: how many attributes there were and the newest of them when their names were searched, and the names."""
         inner = [one for one in own_modules if all(one is not module for module in members)]
         self._inner = [*map(weakref.ref, inner)]
         self._hooks = [weakref.ref(hooks) for one in inner for hooks in (one._forward_pre_hooks, one._forward_hooks)]
@@ -322,8 +326,21 @@ class SideOutputs:
         self._handles.clear()
 
     def attributes(self) -> list[Tensor]:
-        """Return the tensors that are attributes now."""
-        values = [*chain.from_iterable(map(Attributes.values, self._attributes))]
+        """Return the tensors that are attributes now: not parameters, modules and what is torch's own, but also buffers.
+
+        Every forward calls this, so the names of a module are searched again only if a new one has come.
+        """
+        values: list[Any] = []
+        for number, reference in enumerate(self._modules):
+            if (module := reference()) is None:
+                continue  # another one took its place after wrapping
+            attributes, (searched, names) = vars(module), self._names[number]
+            if searched != (now := (len(attributes), next(reversed(attributes)))):
+                names = [name for name in attributes if name not in _OF_TORCH]
+                self._names[number] = now, names
+            values += map(attributes.get, names)
+            if module._buffers:
+                values += [buffer for buffer in module._buffers.values() if buffer is not None and buffer.requires_grad]
         found = [value for value in values if isinstance(value, Tensor)]
         if not _CONTAINERS.isdisjoint(map(type, values)):
             for value in values:

@@ -79,5 +79,5 @@ def test_the_mark_costs_a_forward_nothing(rank: int) -> None:
     model = fsdp.fully_shard(nn.Sequential(nn.Linear(2, 2)))
     model(torch.ones(1, 2))
     side_outputs = unit_ref_of(model).hooks.forward[0]._side_outputs
-    searched = {name for attributes in side_outputs._attributes for name in attributes._names}
+    searched = {name for _, names in side_outputs._names for name in names}
     assert not searched & set(MANAGED)

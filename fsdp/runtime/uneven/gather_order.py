@@ -46,7 +46,7 @@ class GatherOrder:
         self._streams = streams
         self._tracker = tracker
         self._combine = combine
-        self._targets = [Target(unit, [flat for flat in unit.flats if not flat.is_shared], None, unit.name) for unit in units]
+        self._targets = [Target(unit, unit.gathered_flats, None, unit.name) for unit in units]
         self._copies: dict[tuple[int, torch.dtype], int] = {}
         """The target of a copy of a flat buffer in a dtype."""
         for unit in units:
