@@ -51,8 +51,8 @@ class ForwardCall:
     """One forward of one unit, while it runs."""
 
     __slots__ = (
-        *("_first_number", "captured", "cast", "entries", "gradients", "guard", "handled", "input_nodes", "nested", "path"),
-        *("records", "refused", "taken", "unit"),
+        *("_first_number", "captured", "cast", "entries", "gradients", "guard", "handled", "has_late_inputs", "input_nodes"),
+        *("nested", "path", "records", "refused", "taken", "unit"),
     )
 
     def __init__(self, unit: int, recompute: bool, inputs: Sequence[Tensor], innermost: bool, versions: int) -> None:
@@ -63,8 +63,10 @@ class ForwardCall:
         self._first_number = _next_number()
         # Autograd can leave a unit with inner units through any of those, so its inputs say nothing. It may run a node of another
         # thread before those of the unit.
-        is_late = any([_is_late(node, self._first_number) for node in self.input_nodes])
-        self.path = BackwardPath(recompute, versions, inputs, () if is_late or not innermost else self.input_nodes)
+        self.has_late_inputs = any([_is_late(node, self._first_number) for node in self.input_nodes])
+        """Whether another thread may have made a node behind an input."""
+        is_left = innermost and not self.has_late_inputs
+        self.path = BackwardPath(recompute, versions, inputs, self.input_nodes if is_left else ())
         self.handled = sys.exc_info()[1]
         """The exception that was being handled when the call began. The call did not raise it."""
         self.guard: Any = None
@@ -394,15 +396,13 @@ def leads_to_a_unit(outputs: Sequence[Any]) -> bool:
     return False
 
 
-def of_this_thread(args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> tuple[Any, Any] | None:
-    """The arguments with a view of each of `inputs` that another thread may have computed; None if there is none.
+def of_this_thread(args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> tuple[Any, Any]:
+    """The arguments with a view of each of `inputs` that another thread may have computed.
 
     The node of the view is this thread's, so autograd runs it after those that the call makes, on every rank.
     """
     now = _next_number()
     late = {id(tensor) for tensor in inputs if tensor.grad_fn is not None and _is_late(tensor.grad_fn, now)}
-    if not late:
-        return None
     views = [one.view_as(one) if id(one) in late else one for one in (*args, *kwargs.values())]
     return tuple(views[: len(args)]), dict(zip(kwargs, views[len(args) :], strict=True))
 

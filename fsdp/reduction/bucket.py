@@ -193,7 +193,7 @@ class Bucket:
         if launched and True not in here:
             return here
         before = self.local_used if launched else [i in self.accumulated for i in range(len(here))]
-        self._set_used([now or earlier for now, earlier in zip(here, before, strict=True)])
+        self._set_used([*map(or_, here, before)])
         return here if launched else self.local_used
 
     def _set_used(self, used: list[bool]) -> None:

@@ -334,7 +334,7 @@ class Reducer:
         found = [bucket for bucket in self.buckets if bucket.accumulated and not self._units[bucket.unit].has_full_params]
         for bucket in found:
             bucket.drop_zeroed()
-        return [bucket for bucket in found if bucket.accumulated]
+        return [*filter(_ACCUMULATED, found)]
 
     def _on(self, number: int, event: BucketEvent) -> Sequence[BucketAction]:
         """Move a bucket along its table, and record when it became ready; return what must be done."""

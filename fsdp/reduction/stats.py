@@ -10,6 +10,7 @@ import torch
 from fsdp.device.storage import MemoryTracker
 from fsdp.reduction.bucket import Bucket
 
+_BYTES: Final = attrgetter("bytes")
 _LOCAL_USED: Final = attrgetter("local_used")
 _NBYTES: Final = attrgetter("nbytes")
 _ZEROS: Final[dict[str, float]] = {
@@ -109,7 +110,7 @@ class StepStats:
             **self._step,
             "number": self._last["number"] + 1,
             "reductions": len(self._reduced),
-            "reduce_bytes": sum([one.bytes for one in self._reduced]),
+            "reduce_bytes": sum(map(_BYTES, self._reduced)),
             "period_s": self._began - self._last_began if self._last["number"] else 0.0,
         }
         self._last_began = self._began

@@ -26,6 +26,8 @@ from fsdp.reduction.bucket import Bucket
 from fsdp.shards.shard_tensor import quick_attributes
 
 _KEPT_MESSAGES: Final = 8
+_ALL_LOCAL_USED: Final = attrgetter("all_local_used")
+_AT_FORWARD: Final = attrgetter("at_forward")
 _VERSION: Final = attrgetter("_version")
 
 
@@ -66,7 +68,7 @@ class StepFlags:
         """Two flags for each parameter: this rank has changed it; this rank has elements of it and has changed nothing at all."""
         with quick_attributes():
             versions = [*map(_VERSION, self._held)]
-        before, now = self._before, ([clock.at_forward for clock in self._clocks], versions)
+        before, now = self._before, ([*map(_AT_FORWARD, self._clocks)], versions)
         self._now = now
         if before is None:
             return (0,) * self.count
@@ -167,7 +169,7 @@ class UsedParams:
             return
         if self._static:
             self._static_local = [list(bucket.local_used) for bucket in self._buckets]
-        all_local_used = all([bucket.all_local_used for bucket in self._buckets])
+        all_local_used = all(map(_ALL_LOCAL_USED, self._buckets))
         if message:  # a frozen bucket is asked about too
             all_local_used = all_local_used and all(all(bucket.local_used) for bucket in self._buckets)
         steps = (*self._steps.take(), *message)
@@ -210,8 +212,8 @@ class UsedParams:
 
     def _collect(self, launched: Sequence[bool]) -> Sequence[Sequence[bool]]:
         """Record which parameters had a gradient on this rank; return, for each bucket, those that were not launched."""
-        not_launched = [bucket.collect_used(one) for bucket, one in zip(self._buckets, launched, strict=True)]
-        self.has_grad = [True in one for one in not_launched]
+        not_launched = [*map(Bucket.collect_used, self._buckets, launched)]
+        self.has_grad = [*map(any, not_launched)]
         self.has_remainder = list(map(and_, self.has_grad, launched))
         return not_launched
 

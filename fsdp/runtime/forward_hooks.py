@@ -120,12 +120,11 @@ class ForwardHooks(RefuseCopy):
         if getpid() != self._process:
             self._unit.refuse_forked()
         inputs = grad_inputs(args, kwargs) if torch.is_grad_enabled() else ()
-        recompute = in_backward() and not in_grad_hook()
-        given = None if recompute else of_this_thread(args, kwargs, inputs)
-        if given is not None:
-            args, kwargs = given
-            inputs = grad_inputs(args, kwargs)
-        call = ForwardCall(self._index, recompute, inputs, self._innermost, self._unit.versions.forward_begins())
+        recompute, versions = in_backward() and not in_grad_hook(), self._unit.versions.forward_begins()
+        call, given = ForwardCall(self._index, recompute, inputs, self._innermost, versions), None
+        if call.has_late_inputs and not recompute:
+            args, kwargs = given = of_this_thread(args, kwargs, inputs)
+            call = ForwardCall(self._index, recompute, grad_inputs(args, kwargs), self._innermost, versions)
         if self._calls and not call.path.recompute and self._is_nested(call):
             call.nest_in(self._calls[-1])
         self._calls.append(call)

@@ -179,7 +179,7 @@ class Passes:
         if in_backward:
             unit = self._units[index]
             unit.sync_requires_grad()  # a hook or a recompute in this backward may have changed it
-            if not engine.is_unsharded(index) and unit.versions.is_copy_of_others:
+            if unit.versions.is_copy_of_others and not engine.is_unsharded(index):
                 engine.request(index, Request.RESHARD)  # an evaluation has gathered other weights, put back by the user since
         done = engine.request(index, Request.UNSHARD)
         if done and in_backward:
