@@ -69,4 +69,4 @@ class _ForwardMethod:
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         sharded = unit_ref_of(module)
         assert sharded is not None, "it was a unit when the method was registered"
-        return sharded.hooks.forward[sharded.index].run_as_forward(self.of(module), args, kwargs)
+        return sharded.hooks[sharded.index].run_as_forward(self.of(module), args, kwargs)

@@ -7,7 +7,7 @@ the answer.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +16,8 @@ from fsdp.autograd.engine_calls import Answered, EngineCall
 from fsdp.autograd.frames import in_backward
 from fsdp.autograd.visits import is_batched
 from fsdp.errors import ShardingError
-from fsdp.params.unit import unit_of_shard
-from fsdp.runtime.engine import Engine
-from fsdp.runtime.registry import unit_ref_of
-
-
-class _Shard(NamedTuple):
-    """A shard among the inputs of a call."""
-
-    parameter: nn.Parameter
-    unsharded: nn.Parameter
-    engine: Engine
+from fsdp.params.unit import Unit, unit_of_shard
+from fsdp.runtime.registry import UnitRef, unit_ref_of
 
 
 def refuse_compiled_autograd() -> NoReturn:
@@ -44,35 +35,24 @@ def translate_shards(call: EngineCall) -> tuple[Any, ...]:
         Answered: the call asks for gradients of shards. They were computed.
         ShardingError: it asks for what cannot be computed. Nothing was.
     """
-    shards = [_find(one) for one in call.inputs]
-    if not any(shards):
-        return call.inputs
-    inputs = tuple(given if shard is None else shard.unsharded for given, shard in zip(call.inputs, shards, strict=True))
-    if call.accumulates:
+    units = [unit_of_shard(one) for one in call.inputs]
+    inputs = tuple(given if unit is None else unit.unsharded_of(given) for given, unit in zip(call.inputs, units, strict=True))
+    if call.accumulates or not any(units):
         return inputs
-    asked = [shard for shard in shards if shard is not None]
-    if len(asked) < len(inputs):
+    owners = [unit for unit in units if unit is not None]
+    if len(owners) < len(inputs):
         raise ShardingError(
             "torch.autograd.grad: parameters of a sharded model and other tensors are asked for in one call; ask for the other "
             "tensors in a call of their own, first, with retain_graph=True."
         )
-    _refuse(call, asked)
-    raise Answered(_gradients(call, asked))
+    _refuse(call, owners)
+    raise Answered(_gradients(call, inputs))
 
 
-def _find(given: Any) -> _Shard | None:
-    unit = unit_of_shard(given)
-    if unit is None:
-        return None
-    ref = unit_ref_of(unit.module)
-    assert ref is not None, "the module of a unit has its reference"
-    return _Shard(given, unit.unsharded_of(given), ref.engine)
-
-
-def _refuse(call: EngineCall, asked: Sequence[_Shard]) -> None:
-    """Raise ShardingError if what is asked for would need more than a backward that synchronises."""
+def _refuse(call: EngineCall, owners: Sequence[Unit]) -> None:
+    """Raise ShardingError if what is asked for, of shards of `owners`, would need more than a backward that synchronises."""
     reason = None
-    engines = {shard.engine: None for shard in asked}
+    engines = {cast(UnitRef, unit_ref_of(unit.module)).engine: None for unit in owners}
     if call.create_graph:
         reason = "create_graph=True is given, and reduced gradients have no graph"
     elif any(gradient is not None and is_batched(gradient) for gradient in call.output_grads):
@@ -83,7 +63,7 @@ def _refuse(call: EngineCall, asked: Sequence[_Shard]) -> None:
         reason = "it is inside no_sync, which reduces nothing"
     elif any(engine.reducer.keeps_gradients for engine in engines):
         reason = "gradients accumulated under no_sync would be added"
-    elif any(shard.parameter._post_accumulate_grad_hooks for shard in asked):
+    elif any(parameter._post_accumulate_grad_hooks for parameter in call.inputs):
         reason = "a parameter has a post-accumulate hook, which would run"
     if reason is not None:
         raise ShardingError(
@@ -92,21 +72,21 @@ def _refuse(call: EngineCall, asked: Sequence[_Shard]) -> None:
         )
 
 
-def _gradients(call: EngineCall, asked: Sequence[_Shard]) -> tuple[Tensor | None, ...]:
-    before = [shard.parameter.grad for shard in asked]
-    for shard in asked:
-        shard.parameter.grad = None
+def _gradients(call: EngineCall, unsharded: Sequence[nn.Parameter]) -> tuple[Tensor | None, ...]:
+    before = [parameter.grad for parameter in call.inputs]
+    for parameter in call.inputs:
+        parameter.grad = None
     try:
         # by its public name: its frame says that the gradients are accumulated
-        torch.autograd.backward(call.outputs, call.output_grads, call.retain_graph, inputs=[shard.unsharded for shard in asked])
-        found = [shard.parameter.grad for shard in asked]
+        torch.autograd.backward(call.outputs, call.output_grads, call.retain_graph, inputs=unsharded)
+        found = [parameter.grad for parameter in call.inputs]
     finally:
-        for shard, gradient in zip(asked, before, strict=True):
-            shard.parameter.grad = gradient
+        for parameter, gradient in zip(call.inputs, before, strict=True):
+            parameter.grad = gradient
     # of a parameter of which this rank holds nothing no gradient comes, whether it is used or not
     answer = [
-        torch.zeros_like(shard.parameter, requires_grad=False) if gradient is None and not shard.parameter.numel() else gradient
-        for shard, gradient in zip(asked, found, strict=True)
+        torch.zeros_like(parameter, requires_grad=False) if gradient is None and not parameter.numel() else gradient
+        for parameter, gradient in zip(call.inputs, found, strict=True)
     ]
     if not call.allow_unused and any(gradient is None for gradient in answer):
         raise ShardingError(

@@ -15,7 +15,7 @@ from fsdp.device.streams import make_streams
 from fsdp.params.module_tree import ModuleTree
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.forward_hooks import EngineHooks
+from fsdp.runtime.forward_hooks import hook_units
 from fsdp.runtime.launch_gathers import Gathers, gather_sizes
 from fsdp.runtime.passes import Passes
 from fsdp.runtime.path_policy import PathPolicy
@@ -48,7 +48,7 @@ def attach(
     for unit in units:
         unit.join(comms, streams, tracker, device, torch.device("cpu") if offloads else device)
     engine = Engine(units, descendants, comms, streams, tracker)
-    hooks = EngineHooks(_make_passes(engine))
+    hooks = hook_units(_make_passes(engine))
     check_steps(engine)
     remember(engine.snapshot)
     refusals = refuse_on_meta(engine)
@@ -89,7 +89,8 @@ def detach(refs: Iterable[UnitRef]) -> None:
     refs = tuple(refs)
     for ref in {id(ref.engine): ref for ref in refs}.values():
         ref.engine.reset_step()
-        ref.hooks.remove()
+        for hooks in ref.hooks:
+            hooks.remove()
     for ref in refs:
         for handle in ref.state_dict_handles:
             handle.remove()

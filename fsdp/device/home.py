@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp.config import OffloadPolicy
-from fsdp.device.storage import AnyStorage, MemoryTracker, size_of
+from fsdp.device.storage import MemoryTracker, ResizableStorage, size_of
 from fsdp.device.streams import Streams
 
 
@@ -41,7 +41,7 @@ class Home:
         """A part of a shard on the device that computes: itself, or a copy that the current stream makes."""
         return part
 
-    def upload(self, shard: Tensor, memory: AnyStorage, place: Tensor, streams: Streams, tracker: MemoryTracker) -> None:
+    def upload(self, shard: Tensor, memory: ResizableStorage, place: Tensor, streams: Streams, tracker: MemoryTracker) -> None:
         """Allocate the memory of unsharded parameters, and copy a shard to its place there."""
         memory.allocate(tracker)
         place.copy_(shard)
@@ -82,7 +82,7 @@ class HostHome(Home):
     def on_device(self, part: Tensor) -> Tensor:
         return part.to(self.device, non_blocking=True)
 
-    def upload(self, shard: Tensor, memory: AnyStorage, place: Tensor, streams: Streams, tracker: MemoryTracker) -> None:
+    def upload(self, shard: Tensor, memory: ResizableStorage, place: Tensor, streams: Streams, tracker: MemoryTracker) -> None:
         """Memory: with another compute dtype, the elements in the shard's dtype on the device until they are converted."""
         # allocated on the stream that writes first, while the gathers before this one may still run
         with streams.uploading():

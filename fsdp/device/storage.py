@@ -6,7 +6,7 @@ Releasing resizes the storage to zero and keeps every tensor. Autograd's saved t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -115,22 +115,6 @@ def is_shared(tensor: Tensor) -> bool:
 
 _OWN_REFERENCES: Final = 2
 """The references to a storage from one tensor, and from the storage object that is made for the question."""
-
-
-class SharedStorage:
-    """The memory of a buffer that is also that of a shard, which always has memory."""
-
-    __slots__ = ()
-
-    def allocate(self, tracker: MemoryTracker) -> None:
-        """Do nothing: the memory exists."""
-
-    def release(self, tracker: MemoryTracker) -> bool:
-        """Do nothing: the shard needs the memory."""
-        return False
-
-
-AnyStorage: TypeAlias = ResizableStorage | SharedStorage
 
 
 class HostCopies:

@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from fsdp.comm.context import CommContext
 from fsdp.config import OffloadPolicy
 from fsdp.device.home import home_of
-from fsdp.device.storage import Cutter, MemoryTracker, ResizableStorage, SharedStorage, storage_key
+from fsdp.device.storage import Cutter, MemoryTracker, ResizableStorage, storage_key
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
 from fsdp.params.layout import Layout, ShardExtent
@@ -105,7 +105,8 @@ class FlatBuffer:
             self.unsharded_bytes, self.local_bytes = self.unsharded.view(torch.uint8), self.local_unsharded.view(torch.uint8)
             self.unsharded_segments = self.wire.segments_of(self.unsharded_bytes)
             """The bytes (W, c) of each segment of the unsharded parameters."""
-            self.memory = SharedStorage() if self.is_shared else ResizableStorage(self.unsharded, "whole")
+            if not self.is_shared:
+                self.memory = ResizableStorage(self.unsharded, "whole")
             for placement, info in zip(self.placements, param_infos, strict=True):
                 info.kept_accumulator = kept_accumulator(info.parameter)
                 self._shard_param(placement, info)

@@ -1,11 +1,13 @@
 """Communication hooks: the bucket that a hook is called with, and the reduction that it returns."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fsdp.comm.work import Work, WorkThen
 from fsdp.errors import ShardingError
 from fsdp.reduction.bucket import Bucket
 
@@ -70,11 +72,12 @@ class CommHook(NamedTuple):
     state: Any
     hook: Callable[[Any, Any], Any]
 
-    def launch(self, bucket: GradBucket, result: Tensor, unit: str) -> "HookedWork":
+    def launch(self, bucket: GradBucket, result: Tensor, unit: str) -> Work:
         """Call the hook. `wait` checks the result of its future and copies it to `result` (C,).
 
         Raises:
-            ShardingError: the hook returned no future.
+            ShardingError: the hook returned no future. In `wait`: the result is no tensor, or has another size or kind than the
+                reduced shard.
         """
         bucket.zero_padding()
         future = self.hook(self.state, bucket)
@@ -84,35 +87,20 @@ class CommHook(NamedTuple):
                 f"the communication hook must return a torch.futures.Future; for the bucket of unit {unit!r} it returned "
                 f"{type(future).__name__}."
             )
-        return HookedWork(future, result, unit)
+        return WorkThen(future, partial(_take, future, result, unit))
 
 
-class HookedWork:
-    """A reduction by a comm hook, in flight."""
-
-    __slots__ = ("_future", "_result", "_unit")
-
-    def __init__(self, future: "torch._C.Future[Any]", result: Tensor, unit: str) -> None:
-        self._future = future
-        self._result = result
-        self._unit = unit
-
-    def wait(self) -> None:
-        """Wait for the future of the hook and copy its result.
-
-        Raises:
-            ShardingError: the result is no tensor, or has another size or kind than the reduced shard.
-        """
-        found = self._future.wait()
-        if isinstance(found, list) and len(found) == 1:
-            found = found[0]
-        wanted = self._result
-        # another dtype is allowed: torch's fp16-compressing hook returns half precision
-        if not isinstance(found, Tensor) or found.numel() != wanted.numel() or found.is_complex() != wanted.is_complex():
-            what = f"{found.numel()} x {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
-            raise ShardingError(
-                f"the communication hook must come to {wanted.numel()} x {wanted.dtype} for the bucket of unit {self._unit!r}; "
-                f"it came to {what}."
-            )
-        with torch.no_grad():
-            wanted.copy_(found.reshape(-1))
+def _take(future: "torch._C.Future[Any]", wanted: Tensor, unit: str) -> None:
+    """Copy the result of the future of a hook, which is complete, to `wanted`."""
+    found = future.value()
+    if isinstance(found, list) and len(found) == 1:
+        found = found[0]
+    # another dtype is allowed: torch's fp16-compressing hook returns half precision
+    if not isinstance(found, Tensor) or found.numel() != wanted.numel() or found.is_complex() != wanted.is_complex():
+        what = f"{found.numel()} x {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+        raise ShardingError(
+            f"the communication hook must come to {wanted.numel()} x {wanted.dtype} for the bucket of unit {unit!r}; "
+            f"it came to {what}."
+        )
+    with torch.no_grad():
+        wanted.copy_(found.reshape(-1))

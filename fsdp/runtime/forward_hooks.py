@@ -37,28 +37,20 @@ _OF_ALL_MODULES: Final = (torch_module._global_forward_pre_hooks, torch_module._
 _NO_HOOKS: Final[dict[int, Any]] = {}
 
 
-class EngineHooks:
-    """The hooks of all units of one engine."""
-
-    def __init__(self, passes: Passes) -> None:
-        engine = passes.engine
-        self.forward: list[ForwardHooks] = []
-        self._backward = [BackwardHooks(passes, index) for index in range(len(engine.units))]
-        enclosing: list[list[ForwardHooks]] = [[] for _ in engine.units]
-        modules = {id(module) for unit in engine.units for module in unit.modules}
-        for index, inside in enumerate(engine.descendants):  # outer units come first
-            self.forward.append(ForwardHooks(passes, index, self._backward[index], enclosing[index], modules))
-            for inner in inside:
-                enclosing[inner].append(self.forward[index])
-        outer = [hooks for index, hooks in enumerate(self._backward) if engine.descendants[index]]
-        for hooks in self._backward:
-            hooks.outer = outer
-
-    def remove(self) -> None:
-        """Remove every hook."""
-        for forward, backward in zip(self.forward, self._backward, strict=True):
-            forward.remove()
-            backward.remove()
+def hook_units(passes: Passes) -> list["ForwardHooks"]:
+    """Set the hooks of all units of one engine; return those of each unit."""
+    engine, found = passes.engine, list[ForwardHooks]()
+    backward = [BackwardHooks(passes, index) for index in range(len(engine.units))]
+    enclosing: list[list[ForwardHooks]] = [[] for _ in engine.units]
+    modules = {id(module) for unit in engine.units for module in unit.modules}
+    for index, inside in enumerate(engine.descendants):  # outer units come first
+        found.append(ForwardHooks(passes, index, backward[index], enclosing[index], modules))
+        for inner in inside:
+            enclosing[inner].append(found[index])
+    outer = [hooks for hooks, inside in zip(backward, engine.descendants, strict=True) if inside]
+    for hooks in backward:
+        hooks.outer = outer
+    return found
 
 
 class ForwardHooks(RefuseCopy):
@@ -93,7 +85,8 @@ class ForwardHooks(RefuseCopy):
             self._handles.append(module.register_forward_hook(self._post_forward, always_call=True))
 
     def remove(self) -> None:
-        """Remove the hooks of the unit."""
+        """Remove the hooks of the unit, also those of a backward."""
+        self._backward.remove()
         self._side_outputs.remove()
         self._accumulate_grad_checks.remove()
         for handle in self._handles:

@@ -12,7 +12,7 @@ from fsdp.errors import ShardingError, WorldError
 from fsdp.params.module_tree import ModuleTree
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.forward_hooks import EngineHooks
+from fsdp.runtime.forward_hooks import ForwardHooks
 from state_machine import Event, Request, State
 
 KEEPS_ENGINE: Final = "_fsdp_keeps_engine"
@@ -29,9 +29,12 @@ class UnitRef:
 
     __slots__ = ("engine", "hooks", "index", "state_dict_handles")
 
-    def __init__(self, engine: Engine, hooks: EngineHooks, state_dict_handles: Sequence[RemovableHandle], index: int) -> None:
+    def __init__(
+        self, engine: Engine, hooks: Sequence[ForwardHooks], state_dict_handles: Sequence[RemovableHandle], index: int
+    ) -> None:
         self.engine = engine
         self.hooks = hooks
+        """Those of all units of the engine."""
         self.state_dict_handles = tuple(state_dict_handles)
         self.index = index
 

@@ -78,6 +78,6 @@ def test_the_mark_costs_a_forward_nothing(rank: int) -> None:
     """A unit searches the attributes of its modules for tensors after each forward, and not these."""
     model = fsdp.fully_shard(nn.Sequential(nn.Linear(2, 2)))
     model(torch.ones(1, 2))
-    side_outputs = unit_ref_of(model).hooks.forward[0]._side_outputs
+    side_outputs = unit_ref_of(model).hooks[0]._side_outputs
     searched = {name for _, names in side_outputs._names for name in names}
     assert not searched & set(MANAGED)
