@@ -82,14 +82,6 @@ class Copier(RefuseCopy):
         return copied
 
 
-def copy_wrapper(wrapper: nn.Module, shared: Collection[object], memo: Memo) -> nn.Module:
-    """The copy of a wrapper around a unit, with the same objects `shared`, such as process groups, which cannot be copied."""
-    memo.update({id(one): one for one in shared})
-    copied = memo[id(wrapper)] = type(wrapper).__new__(type(wrapper))
-    copied.__dict__.update(copy.deepcopy(wrapper.__dict__, memo))
-    return copied
-
-
 def _refuse_losses(engine: Engine) -> None:
     """Check that the engine has nothing that a copy would lack."""
     engine.clean_up_dead_forward()

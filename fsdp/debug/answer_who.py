@@ -87,7 +87,6 @@ class RankAnswers:
 
     def describe(self, asked: str) -> dict[str, Any]:
         """Where this rank is, as plain data."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
         return {
             "asked": asked,
             "rank": self._rank,
@@ -96,8 +95,14 @@ class RankAnswers:
             "pid": os.getpid(),
             "time": time.time(),
             "models": [_describe(one) for one in self._snapshots()],
-            "stack": "".join(traceback.format_stack(frame)[-FRAMES:]).splitlines() if frame is not None else [],
+            "stack": main_stack(),
         }
+
+
+def main_stack() -> list[str]:
+    """The innermost lines of the stack of the main thread, innermost last; none if that has ended."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "".join(traceback.format_stack(frame)[-FRAMES:]).splitlines() if frame is not None else []
 
 
 def _describe(snapshot: EngineSnapshot) -> dict[str, Any]:

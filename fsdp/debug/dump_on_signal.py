@@ -10,15 +10,13 @@ descriptor already (asyncio does), the handler prints.
 import os
 import signal
 import socket
-import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from fsdp.debug.answer_who import FRAMES, answer_questions
+from fsdp.debug.answer_who import answer_questions, main_stack
 from fsdp.debug.error_notes import EngineSnapshot, communicator_lines, lines_of
 from fsdp.errors import ShardingError
 from fsdp.log import write_to_stderr
@@ -86,9 +84,8 @@ def dump() -> str:
         # models on the same communicators wait for the same calls
         lines += [line for line in lines_of(now) if line not in shared]
         shared.update(communicator_lines(now))
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is not None:
-        lines += ["main thread, innermost call last:", *"".join(traceback.format_stack(frame)[-FRAMES:]).splitlines()]
+    if stack := main_stack():
+        lines += ["main thread, innermost call last:", *stack]
     return "\n".join(lines)
 
 

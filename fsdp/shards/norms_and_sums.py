@@ -6,6 +6,7 @@ combines them in rank order, so every rank has the same bits.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -90,31 +91,28 @@ def norm(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
     return Reduction(part.view(1), _column(lambda parts: torch.linalg.vector_norm(parts, power), dtype))
 
 
-def _folding(function: Callable[..., Tensor], combine: Callable[[Tensor], Tensor]) -> Local:
-    def reduce(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
-        is_exact = not (local.is_floating_point() or local.is_complex())
-        dtype = given.get("dtype") or (torch.int64 if is_exact else local.dtype)
-        return Reduction(function(local, dtype=_accumulator(dtype)).view(1), _column(combine, dtype))
-
-    return reduce
+def _fold(
+    function: Callable[..., Tensor], combine: Callable[[Tensor], Tensor], info: ShardInfo, local: Tensor, given: Arguments
+) -> Reduction:
+    is_exact = not (local.is_floating_point() or local.is_complex())
+    dtype = given.get("dtype") or (torch.int64 if is_exact else local.dtype)
+    return Reduction(function(local, dtype=_accumulator(dtype)).view(1), _column(combine, dtype))
 
 
 def mean(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
     """The sum of all elements, divided by their number."""
     if given.get("dtype") is None and not (local.is_floating_point() or local.is_complex()):
         _refuse_exact("mean", info, local)
-    return _folding(torch.sum, lambda parts: parts.sum() / info.numel)(info, local, given)
+    return _fold(torch.sum, lambda parts: parts.sum() / info.numel, info, local, given)
 
 
-def _extreme(function: Callable[[Tensor], Tensor], largest: bool) -> Local:
-    def reduce(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
-        if not info.numel:
-            raise ShardingError(f"max or min of {info.name!r}: it has no elements, so there is none.")
-        if not local.numel():
-            local = torch.full((1,), _bounds(local.dtype)[0 if largest else 1], dtype=local.dtype, device=local.device)
-        return Reduction(function(local).view(1), _column(function, local.dtype))
-
-    return reduce
+def _extreme(function: Callable[[Tensor], Tensor], info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
+    if not info.numel:
+        raise ShardingError(f"max or min of {info.name!r}: it has no elements, so there is none.")
+    if not local.numel():
+        least = _bounds(local.dtype)[function is torch.amin]
+        local = torch.full((1,), least, dtype=local.dtype, device=local.device)
+    return Reduction(function(local).view(1), _column(function, local.dtype))
 
 
 def _bounds(dtype: torch.dtype) -> tuple[float, float]:
@@ -129,35 +127,29 @@ def count_nonzero(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction
     return Reduction(torch.count_nonzero(local).view(1), _column(torch.sum, torch.int64))
 
 
-def _logical(function: Callable[[Tensor], Tensor]) -> Local:
-    def reduce(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
-        dtype = torch.uint8 if local.dtype is torch.uint8 else torch.bool
-        return Reduction(function(local != 0).view(1), _column(function, dtype))
-
-    return reduce
+def _logical(function: Callable[[Tensor], Tensor], info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
+    dtype = torch.uint8 if local.dtype is torch.uint8 else torch.bool
+    return Reduction(function(local != 0).view(1), _column(function, dtype))
 
 
-def _variance(root: bool) -> Local:
-    def reduce(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
-        correction = given.get("correction")
-        if correction is None:
-            correction = int(given.get("unbiased", True))
-        if not local.is_floating_point():
-            _refuse_exact("variance", info, local)
-        values = local.to(torch.float64)
-        count, mean = values.numel(), values.mean() if values.numel() else values.new_zeros(())
-        part = torch.stack([values.new_tensor(float(count)), mean, ((values - mean) ** 2).sum()])
+def _variance(root: bool, info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
+    correction = given.get("correction")
+    if correction is None:
+        correction = int(given.get("unbiased", True))
+    if not local.is_floating_point():
+        _refuse_exact("variance", info, local)
+    values = local.to(torch.float64)
+    count, mean = values.numel(), values.mean() if values.numel() else values.new_zeros(())
+    part = torch.stack([values.new_tensor(float(count)), mean, ((values - mean) ** 2).sum()])
 
-        def combine(parts: Tensor) -> Tensor:
-            counts, means, squares = parts.unbind(1)
-            overall = (counts * means).sum() / counts.sum()
-            total = squares.sum() + (counts * (means - overall) ** 2).sum()
-            variance = total / (counts.sum() - correction).clamp(min=0)
-            return (variance.sqrt() if root else variance).to(local.dtype)
+    def combine(parts: Tensor) -> Tensor:
+        counts, means, squares = parts.unbind(1)
+        overall = (counts * means).sum() / counts.sum()
+        total = squares.sum() + (counts * (means - overall) ** 2).sum()
+        variance = total / (counts.sum() - correction).clamp(min=0)
+        return (variance.sqrt() if root else variance).to(local.dtype)
 
-        return Reduction(part, combine)
-
-    return reduce
+    return Reduction(part, combine)
 
 
 def only_element(info: ShardInfo, local: Tensor) -> Reduction:
@@ -169,24 +161,17 @@ def only_element(info: ShardInfo, local: Tensor) -> Reduction:
 
 
 REDUCTIONS: dict[str, Local] = {
-    "linalg_vector_norm": norm,
-    "norm": norm,
-    "_foreach_norm": norm,
-    "sum": _folding(torch.sum, torch.sum),
-    "nansum": _folding(torch.nansum, torch.sum),
+    **dict.fromkeys(("linalg_vector_norm", "norm", "_foreach_norm"), norm),
+    "sum": partial(_fold, torch.sum, torch.sum),
+    "nansum": partial(_fold, torch.nansum, torch.sum),
     "mean": mean,
-    "prod": _folding(torch.prod, torch.prod),
-    "amax": _extreme(torch.amax, largest=True),
-    "max": _extreme(torch.amax, largest=True),
-    "_foreach_max": _extreme(torch.amax, largest=True),
-    "amin": _extreme(torch.amin, largest=False),
-    "min": _extreme(torch.amin, largest=False),
-    "any": _logical(torch.any),
-    "_is_any_true": _logical(torch.any),
-    "all": _logical(torch.all),
-    "_is_all_true": _logical(torch.all),
+    "prod": partial(_fold, torch.prod, torch.prod),
+    **dict.fromkeys(("amax", "max", "_foreach_max"), partial(_extreme, torch.amax)),
+    **dict.fromkeys(("amin", "min"), partial(_extreme, torch.amin)),
+    **dict.fromkeys(("any", "_is_any_true"), partial(_logical, torch.any)),
+    **dict.fromkeys(("all", "_is_all_true"), partial(_logical, torch.all)),
     "count_nonzero": count_nonzero,
-    "var": _variance(root=False),
-    "std": _variance(root=True),
+    "var": partial(_variance, False),
+    "std": partial(_variance, True),
 }
 """The reductions of one tensor, by the name of the operator."""

@@ -77,6 +77,11 @@ def _new_of_size(name: str) -> Any:
     return _shown_to_modes(method, name)
 
 
+def _of_item(convert: Callable[[Any], Any]) -> Any:
+    """A method of shards that converts the number which they are."""
+    return lambda shard: convert(shard.item())
+
+
 class ShardTensor(Tensor):
     """This rank's part of a tensor. What it shows of its sizes is the full tensor's. Operators compute as if on that, or raise.
 
@@ -157,17 +162,7 @@ class ShardTensor(Tensor):
         number = only_element(self.shard_info, plain(self))
         return gather_and_combine([number], [self.shard_info], "item")[0].item()
 
-    def __bool__(self) -> bool:
-        return bool(self.item())
-
-    def __int__(self) -> int:
-        return int(self.item())
-
-    def __float__(self) -> float:
-        return float(self.item())
-
-    def __complex__(self) -> complex:
-        return complex(self.item())
+    __bool__, __int__, __float__, __complex__ = _of_item(bool), _of_item(int), _of_item(float), _of_item(complex)
 
     def __index__(self) -> int:
         return self.item().__index__()  # type: ignore[no-any-return]

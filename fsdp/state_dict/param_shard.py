@@ -11,7 +11,7 @@ from fsdp.params.placement import Placement
 from fsdp.params.shown_params import owning_unit
 from fsdp.params.unit import Unit
 from fsdp.shards.cut import Shape
-from fsdp.shards.dtensors import local_of, local_of_full
+from fsdp.shards.dtensors import here_of, local_of, local_of_full
 from fsdp.shards.sharded_value import ShardedValue
 
 
@@ -41,12 +41,7 @@ class ParamShard(NamedTuple):
 
     def overwrite(self, local: Tensor) -> None:
         """Copy `local`, which has the shape of this rank's shard, into the parameter. Autograd sees the change."""
-        part = local_of(self.parameter)
-        if part is None:
-            self.parameter.copy_(local)
-        else:
-            part.copy_(local)
-            increment_version(self.parameter)
+        _overwrite(self.parameter, local)
 
 
 def param_shards_of(unit: Unit) -> Iterator[ParamShard]:
@@ -75,9 +70,12 @@ def full_value(tensor: Tensor) -> Tensor:
 
 def load_value(tensor: Any, full: Tensor) -> None:
     """Copy the full value of a tensor that belongs to no unit into it, or this rank's part if it is a DTensor."""
-    local = local_of(tensor)
-    if local is None:
-        tensor.copy_(full)
-    else:
-        local.copy_(local_of_full(full, tensor._spec))
+    _overwrite(tensor, full if local_of(tensor) is None else local_of_full(full, tensor._spec))
+
+
+def _overwrite(tensor: Tensor, values: Tensor) -> None:
+    """Overwrite a tensor, or this rank's part of a DTensor. Autograd sees the change."""
+    here = here_of(tensor)
+    here.copy_(values)
+    if here is not tensor:
         increment_version(tensor)

@@ -10,7 +10,7 @@ from torch.futures import Future
 from torch.nn.parameter import is_lazy
 
 from fsdp.api import reductions, wrap
-from fsdp.building.copies import Memo, copy_wrapper
+from fsdp.building.copies import Memo
 from fsdp.building.other_engines import refuse_other_engines
 from fsdp.comm.failure.pending_call import FOR_EVALUATION
 from fsdp.comm.joint_gather import broadcast_buffers
@@ -24,7 +24,7 @@ from fsdp.compat.ddp.arguments import (
     left_alone,
     refuse_other_options,
 )
-from fsdp.compat.shared.instances import moved
+from fsdp.compat.shared.instances import copy_wrapper, moved
 from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import UnitRef, refuse_unless_resting, unit_ref_of

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.autograd.frames import caller_of_torch_states
-from fsdp.building.copies import Memo, copy_wrapper
+from fsdp.building.copies import Memo
 from fsdp.compat.fsdp1 import states
 from fsdp.compat.fsdp1.flat_param import FlatParamHandle, FlatParamView, FlatPart, NoEvents
 from fsdp.compat.fsdp1.torch_names import (
@@ -22,7 +22,7 @@ from fsdp.compat.fsdp1.torch_names import (
 from fsdp.compat.fsdp2 import residence
 from fsdp.compat.fsdp2.move_module import apply_to_tensors
 from fsdp.compat.shared.dtype_and_device import changes
-from fsdp.compat.shared.instances import Wrapper, convert_from, drop_state_hooks
+from fsdp.compat.shared.instances import Wrapper, convert_from, copy_wrapper, drop_state_hooks
 from fsdp.errors import ShardingError
 from fsdp.params.shown_params import owning_unit
 from fsdp.runtime.registry import unit_ref_of

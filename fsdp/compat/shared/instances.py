@@ -1,6 +1,7 @@
 """What classes that wrap a module do alike: they have its attributes, move its tensors, and keep state dicts in other formats."""
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar, Final
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fsdp.building.conversions import Conversion
+from fsdp.building.copies import Memo
 from fsdp.compat.shared.dtype_and_device import convert
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
@@ -15,6 +17,14 @@ from fsdp.runtime.registry import UnitRef, unit_ref_of
 
 WRAPPED_NAME: Final = "_fsdp_wrapped_module."
 """What FSDP1 and fairscale put before the names of a wrapped module's state dict."""
+
+
+def copy_wrapper(wrapper: nn.Module, shared: Collection[object], memo: Memo) -> nn.Module:
+    """The copy of a wrapper around a unit, with the same objects `shared`, such as process groups, which cannot be copied."""
+    memo.update({id(one): one for one in shared})
+    copied = memo[id(wrapper)] = type(wrapper).__new__(type(wrapper))
+    copied.__dict__.update(copy.deepcopy(wrapper.__dict__, memo))
+    return copied
 
 
 class Wrapper(nn.Module):
