@@ -6,17 +6,7 @@ This file has no side effects. It turns events into actions; the reducer (and th
 from collections.abc import Sequence
 from typing import Final
 
-from state_machine.bucket import (
-    BUCKETS,
-    CHECKED,
-    UNITS,
-    BucketAction,
-    BucketEvent,
-    BucketKind,
-    BucketState,
-    UnitEvent,
-    UnitState,
-)
+from state_machine.bucket import BUCKETS, CHECKED, UNITS, BucketAction, BucketEvent, BucketKind, BucketState, UnitEvent, UnitState
 
 OFFER: Final = BucketAction.OFFER
 

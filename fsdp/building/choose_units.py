@@ -64,11 +64,7 @@ class Planned(NamedTuple):
 
 
 def make_plan(
-    roots: Sequence[nn.Module],
-    policy: Any,
-    is_wrapper: Callable[[nn.Module], bool],
-    ignored: Any,
-    ignored_params: Any,
+    roots: Sequence[nn.Module], policy: Any, is_wrapper: Callable[[nn.Module], bool], ignored: Any, ignored_params: Any
 ) -> list[Planned]:
     """Return the units of `roots`, outermost first, in the order of the modules. Several roots are one unit.
 

@@ -52,12 +52,7 @@ def _refuse(read: Tensor, names: Sequence[str], unsharded: nn.Parameter) -> None
 
 
 def _read(
-    given: "weakref.ref[Tensor]",
-    owned: "weakref.ref[nn.Parameter]",
-    kind: type[Tensor],
-    name: str,
-    *args: Any,
-    **kwargs: Any,
+    given: "weakref.ref[Tensor]", owned: "weakref.ref[nn.Parameter]", kind: type[Tensor], name: str, *args: Any, **kwargs: Any
 ) -> Any:
     unsharded = given()
     if torch.compiler.is_compiling():  # it does not know methods of nn.Parameter

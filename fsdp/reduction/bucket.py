@@ -30,14 +30,7 @@ class Bucket:
     """The gradients of one flat buffer: a buffer to reduce them from, and the reduced shard."""
 
     def __init__(
-        self,
-        number: int,
-        flat: FlatBuffer,
-        unit: int,
-        name: str,
-        dtype: torch.dtype,
-        stays: bool,
-        tracker: MemoryTracker,
+        self, number: int, flat: FlatBuffer, unit: int, name: str, dtype: torch.dtype, stays: bool, tracker: MemoryTracker
     ) -> None:
         self.number = number
         """Its place among the buckets of its root."""

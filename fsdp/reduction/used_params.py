@@ -110,12 +110,7 @@ class UsedParams:
     """The used parameters of one root, in one backward at a time."""
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        buckets: Sequence[Bucket],
-        static: bool,
-        world_comm: Communicator,
-        device: torch.device,
+        self, units: Sequence[Unit], buckets: Sequence[Bucket], static: bool, world_comm: Communicator, device: torch.device
     ) -> None:
         self._buckets = buckets
         self._steps = StepFlags(units, buckets)

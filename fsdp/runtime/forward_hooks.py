@@ -57,12 +57,7 @@ class ForwardHooks(RefuseCopy):
     """The forward hooks of one unit. They call the stages of the passes."""
 
     def __init__(
-        self,
-        passes: Passes,
-        index: int,
-        backward: BackwardHooks,
-        enclosing: "Sequence[ForwardHooks]",
-        modules_of_units: set[int],
+        self, passes: Passes, index: int, backward: BackwardHooks, enclosing: "Sequence[ForwardHooks]", modules_of_units: set[int]
     ) -> None:
         engine = passes.engine
         super().__init__(engine.units[index])

@@ -17,13 +17,7 @@ class Gathers:
 
     __slots__ = ("_cap", "_collected", "_kinds", "_on_launch", "_sizes", "_streams", "_units")
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        streams: Streams,
-        cap: int,
-        on_launch: Callable[[Sequence[int]], None],
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], streams: Streams, cap: int, on_launch: Callable[[Sequence[int]], None]) -> None:
         """`cap`: the most bytes that several units fill together. `on_launch` is called with the units of each launch."""
         self._units = tuple(units)
         self._streams = streams
