@@ -321,10 +321,7 @@ def make_config(
         check_flag(name, flag)
     refuse_if(
         (dtensors and plain_shards, "dtensors and plain_shards contradict each other; give one of them."),
-        (
-            dtensors and mesh_kind is MeshKind.REPLICATE,
-            f"dtensors: {sharding_strategy!r} cuts no parameter; leave dtensors out.",
-        ),
+        (dtensors and mesh_kind is MeshKind.REPLICATE, f"dtensors: {sharding_strategy!r} cuts no parameter; leave dtensors out."),
         (
             offload is not None and uneven_paths,
             "offload_policy and uneven_paths cannot be combined: a rank takes part in gathers of others at any time, and their "

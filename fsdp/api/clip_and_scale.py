@@ -39,7 +39,7 @@ def clip_grad_norm_(
         ShardingError: `norm_type` is not a positive number, `max_norm` is no number, a parameter is not sharded, a forward,
             backward or summon is running, or gradients are kept under `no_sync` and not reduced.
     """
-    power, max_norm = _power_of(norm_type), _number("max_norm", max_norm)
+    power, max_norm = power_of(norm_type), as_number("max_norm", max_norm)
     try:
         models = [model] if isinstance(model, nn.Module) else [*model]
     except TypeError:
@@ -78,66 +78,40 @@ def _measure(model: nn.Module, power: float) -> tuple[Tensor, list[Tensor], list
         raise ShardingError(
             f"clip_grad_norm_: {why}, so the norm over all of them is not defined here; wrap the whole model over one group."
         )
-    _refuse_unless_reduced(engines)
-    return _norm_over(engines, parameters, power)
+    refuse_unless_reduced(engines)
+    return norm_over(engines, parameters, power)
 
 
-def _refuse_unless_reduced(engines: Sequence[Engine]) -> None:
+def refuse_unless_reduced(engines: Sequence[Engine]) -> None:
+    """Raise ShardingError while a step of one of these roots runs, or gradients are kept under `no_sync`."""
     for engine in engines:
         refuse_unless_resting("clip_grad_norm_", engine)
         if engine.reducer.keeps_gradients:
             raise refusal("clip_grad_norm_: gradients are kept under no_sync; clip after a backward that synchronises.", engine)
 
 
-def _norm_over(
+def norm_over(
     engines: Sequence[Engine], parameters: list[nn.Parameter], power: float
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """The norm over the gradients of `parameters` on all ranks of these roots, which have the same; and the gradients here.
 
     Communicates.
     """
-    strided, sparse = counted = _gradients_of(parameters)
+    strided, sparse = counted = gradients_of(parameters)
     comms, flats = engines[0].comms, [flat for engine in engines for unit in engine.units for flat in unit.flats]
     comm = comms.reduce_comm
     if any(flat.tensor_parallel for flat in flats):
         comm = comms.joint
         is_first = comm.rank == 0 or comm.ranks[0] in comms.reduce_comm.ranks
         placed = {id(p): one for flat in flats for p, one in zip(flat.sharded_params, flat.placements, strict=True)}
-        counted = _gradients_of([p for p in parameters if placed[id(p)].counts_among(comm.ranks, is_first)])
+        counted = gradients_of([p for p in parameters if placed[id(p)].counts_among(comm.ranks, is_first)])
     # every rank must choose one dtype, also one that holds no gradient
     is_double = any(flat.shard.dtype is torch.float64 for flat in flats)
     dtype, device = torch.float64 if is_double else torch.float32, engines[0].units[0].shard_device
-    return _combine(comm, _local_norm(*counted, power, dtype, device), power), strided, sparse
+    return _combine(comm, local_norm(*counted, power, dtype, device), power), strided, sparse
 
 
-@collective_call
-def clip_norm_of_roots(model: nn.Module, max_norm: float, norm_type: float) -> Tensor:
-    """Like `clip_grad_norm_`, of roots that may have different groups, and of parameters that are not sharded.
-
-    The gradients of a root count once for the ranks that share its shards; those of ranks that hold the same shards, and of
-    parameters outside every root, count as they are on this rank. Communicates once for each root.
-
-    Raises:
-        ShardingError: as `clip_grad_norm_`, except for parameters that are not sharded.
-    """
-    power, max_norm = _power_of(norm_type), _number("max_norm", max_norm)
-    engines = engines_in(model, "clip_grad_norm_")
-    _refuse_unless_reduced(engines)
-    of_roots = [[p for unit in engine.units for p in unit.sharded_params] for engine in engines]
-    sharded = {id(p) for parameters in of_roots for p in parameters}
-    outside = [p for p in model.parameters() if id(p) not in sharded]
-    measured = [_norm_over([engine], parameters, power) for engine, parameters in zip(engines, of_roots, strict=True)]
-    first = measured[0][0]
-    strided, sparse = _gradients_of(outside)
-    measured.append((_local_norm(strided, sparse, power, first.dtype, first.device), strided, sparse))
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first.dtype) for norm, *_ in measured]), power)
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for gradient in chain.from_iterable(chain(strided, sparse) for _, strided, sparse in measured):
-        gradient.mul_(factor.to(gradient.device, gradient.dtype))
-    return total
-
-
-def _number(name: str, value: Any) -> Any:
+def as_number(name: str, value: Any) -> Any:
     """Convert a number, as torch's function does. A tensor on a device stays there."""
     try:
         return value if isinstance(value, Tensor) and not value.ndim else float(value)
@@ -145,8 +119,9 @@ def _number(name: str, value: Any) -> Any:
         raise ShardingError(f"clip_grad_norm_: {name} must be a number, not {value!r}.") from None
 
 
-def _power_of(norm_type: float) -> float:
-    power = float(_number("norm_type", norm_type))
+def power_of(norm_type: float) -> float:
+    """The type of a norm, which must be positive."""
+    power = float(as_number("norm_type", norm_type))
     if not power > 0:
         raise ShardingError(f"norm_type must be a positive number or inf, not {norm_type!r}.")
     return power
@@ -174,7 +149,7 @@ def _scale(gradients: list[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(group, factor.to(device))
 
 
-def _gradients_of(parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
+def gradients_of(parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
     """The gradients of which this rank holds elements: dense ones, as plain tensors, and sparse ones."""
     gradients = [p.grad for p in parameters if type(p) is not EmptyShardParameter and p.grad is not None]
     with local_operators():
@@ -182,7 +157,7 @@ def _gradients_of(parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Te
     return strided, [gradient for gradient in gradients if gradient.is_sparse]
 
 
-def _local_norm(strided: list[Tensor], sparse: list[Tensor], power: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def local_norm(strided: list[Tensor], sparse: list[Tensor], power: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The norm over this rank's parts of the gradients: ()."""
     filled = [values for values in (*strided, *(one.coalesce().values() for one in sparse)) if values.size().numel()]
     if not filled:

@@ -20,7 +20,7 @@ from fsdp.runtime.registry import collective_call
 from fsdp.shards.cut import Shape
 from fsdp.shards.optimizer_state import adopt_state, compare_state, hook_state
 from fsdp.shards.state_placement import State, StatePlacement, everywhere, has_dimensions, outline_of, placed, where_of
-from fsdp.state_dict.fqns import given_by, plain_fqn
+from fsdp.state_dict.fqns import given_by
 from fsdp.state_dict.full_state import Copies
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.param_shard import ParamShard
@@ -56,9 +56,6 @@ class OptimizerView:
         if not hasattr(optimizer, "param_groups"):
             raise ShardingError(f"{self.operation}: the optimizer is a {type(optimizer).__name__}; give one optimizer.")
         hook_state(optimizer)
-        self._given: Mapping[Any, dict[str, Any]] | None = None
-        """What counts in place of the optimizer's own state."""
-        self._options: list[dict[str, Any]] | None = None
         self.groups: list[list[str]] = []
         """The names of the parameters in each group, in order."""
         for group in optimizer.param_groups:
@@ -75,58 +72,41 @@ class OptimizerView:
                 if id(parameter) in model_view.param_shards:
                     self.param_shards[name] = model_view.param_shards[id(parameter)]
 
-    def take_state(self, state_dict: Mapping[str, Any]) -> None:
-        """From now on, the values of `state_dict` count in place of those that the optimizer has.
-
-        It is what the `state_dict()` of the optimizer returned on this rank, perhaps with values added or changed. Its keys are
-        numbers, or the names that the optimizer gives to its parameters. Its groups may be left out.
-
-        Raises:
-            ShardingError: a key is none of the optimizer's.
-        """
-        groups = own_method(self.optimizer, "state_dict")()["param_groups"]
-        known: dict[Any, Tensor] = {
-            **{number: self.parameters[name] for name, number in self._numbers(groups).items() if isinstance(number, int)},
-            **self.parameters,
-        }
-        found = {key: plain_fqn(key) if isinstance(key, str) else key for key in state_dict["state"]}
-        unknown = sorted(str(key) for key, number in found.items() if number not in known)
-        if unknown:
-            raise ShardingError(
-                f"{self.operation}: the optimizer has no parameters {unknown}, which the state dict has; give what its "
-                "state_dict() returns."
-            )
-        self._given = {known[found[key]]: kept for key, kept in state_dict["state"].items()}
-        self._options = state_dict.get("param_groups")
-
     def options(self) -> list[dict[str, Any]]:
         """The groups as in the optimizer's state dict, with names in place of numbers."""
-        options = self._options or own_method(self.optimizer, "state_dict")()["param_groups"]
+        return self.with_names(own_method(self.optimizer, "state_dict")()["param_groups"])
+
+    def with_names(self, options: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Groups with names in place of the numbers of their parameters."""
         return [
             {**{key: deepcopy(value) for key, value in group.items() if key != "param_names"}, "params": list(names)}
             for group, names in zip(options, self.groups, strict=True)
         ]
 
-    def local(self) -> State:
-        """This rank's state. A parameter without state is left out, and so is one of which this rank has no elements.
-
-        Adagrad makes state for such a parameter too, and never steps it, so its step count there is another than on the ranks
-        that have elements.
+    def own_state(self) -> Mapping[Any, dict[str, Any]]:
+        """The state that the optimizer keeps, by parameter.
 
         Raises:
-            ShardingError: the optimizer keeps state under a key that is no parameter, or of shards that were cut in another way.
+            ShardingError: it keeps state under a key that is no parameter, or of shards that were cut in another way.
         """
         stepped = {id(p) for p in self.parameters.values()}
         kept_for = [key for key, kept in self.optimizer.state.items() if id(key) not in stepped and kept != {}]
         foreign = [f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else key for key in kept_for]
-        if foreign and self._given is None:
+        if foreign:
             raise ShardingError(
                 f"{self.operation}: the optimizer has state under {foreign}, which belongs to no parameter and would be lost; "
                 "keep it in an option of its groups, or outside the optimizer."
             )
-        if self._given is None:
-            compare_state(self.optimizer)
-        state: Mapping[Any, dict[str, Any]] = self.optimizer.state if self._given is None else self._given
+        compare_state(self.optimizer)
+        return self.optimizer.state
+
+    def local(self) -> State:
+        """This rank's state. A parameter without state is left out, and so is one of which this rank has no elements.
+
+        Adagrad makes state for such a parameter too, and never steps it, so its step count there is another than on the ranks
+        that have elements. Refuses what `own_state` refuses.
+        """
+        state = self.own_state()
         kept: State = {name: state[p] for name, p in self.parameters.items() if self.holds(name) and state.get(p)}
         for name in kept.keys() & self.param_shards.keys():
             part_of = self.param_shards[name].placement.part_of_state
@@ -208,10 +188,10 @@ class OptimizerView:
             {**{key: value for key, value in group.items() if key != "params"}, "params": numbered["params"]}
             for group, numbered in zip(groups, current, strict=True)
         ]
-        numbers = self._numbers(current)
+        numbers = self.numbers(current)
         return {"state": {numbers[name]: kept for name, kept in state.items()}, "param_groups": renumbered}
 
-    def _numbers(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    def numbers(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """What stands for each parameter, by its name, in the `groups` of the optimizer's state dict."""
         return dict(zip(chain(*self.groups), chain(*(group["params"] for group in groups)), strict=True))
 

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp.autograd.frames import own_method
 from fsdp.compat.fsdp1 import torch_names
 from fsdp.compat.fsdp1.sharding import instances_in
 from fsdp.compat.fsdp1.state_types import settings_of
 from fsdp.compat.fsdp1.states import format_of, part_of
 from fsdp.compat.fsdp1.torch_names import OptimStateKeyType, StateDictType
 from fsdp.compat.shared.plain_group import PlainGroup
-from fsdp.state_dict.fqns import first_names
+from fsdp.errors import ShardingError
+from fsdp.state_dict.fqns import first_names, plain_fqn
 from fsdp.state_dict.model_view import ModelView
 from fsdp.state_dict.optim_state import OptimizerView, gather_optim_state
 
@@ -57,12 +59,49 @@ def broadcast(given: Any, model: nn.Module, group: Any) -> dict[str, Any]:
 # saving -----------------------------------------------------------------------------------
 
 
+class StateView(OptimizerView):
+    """The parameters of an optimizer by name, and its state, or what counts in place of that."""
+
+    _given: Mapping[Any, dict[str, Any]] | None = None
+    _options: list[dict[str, Any]] | None = None
+
+    def take_state(self, state_dict: Mapping[str, Any]) -> None:
+        """From now on, the values of `state_dict` count in place of those that the optimizer has.
+
+        It is what the `state_dict()` of the optimizer returned on this rank, perhaps with values added or changed. Its keys are
+        numbers, or the names that the optimizer gives to its parameters. Its groups may be left out.
+
+        Raises:
+            ShardingError: a key is none of the optimizer's.
+        """
+        groups = own_method(self.optimizer, "state_dict")()["param_groups"]
+        known: dict[Any, Tensor] = {
+            **{number: self.parameters[name] for name, number in self.numbers(groups).items() if isinstance(number, int)},
+            **self.parameters,
+        }
+        found = {key: plain_fqn(key) if isinstance(key, str) else key for key in state_dict["state"]}
+        unknown = sorted(str(key) for key, number in found.items() if number not in known)
+        if unknown:
+            raise ShardingError(
+                f"{self.operation}: the optimizer has no parameters {unknown}, which the state dict has; give what its "
+                "state_dict() returns."
+            )
+        self._given = {known[found[key]]: kept for key, kept in state_dict["state"].items()}
+        self._options = state_dict.get("param_groups")
+
+    def options(self) -> list[dict[str, Any]]:
+        return self.with_names(self._options) if self._options else super().options()
+
+    def own_state(self) -> Mapping[Any, dict[str, Any]]:
+        return super().own_state() if self._given is None else self._given
+
+
 def full(
     model: nn.Module, optim: torch.optim.Optimizer, rank0_only: bool, to_host: bool = True, given: Any = None
 ) -> dict[str, Any]:
     """See `FullyShardedDataParallel.full_optim_state_dict`. `given`: what counts in place of the optimizer's own state."""
     device = "cpu" if to_host else instances_in(model)[0].compute_device
-    view = OptimizerView(ModelView(model, "optim_state_dict"), optim)
+    view = StateView(ModelView(model, "optim_state_dict"), optim)
     _check_alike(view)
     if given is not None:
         view.take_state(given)
