@@ -315,7 +315,6 @@ class Bucket:
         `may_be_hooked`: whether some parameter may have a hook of the user.
         A parameter of which this rank holds no element gets a `.grad` without elements: `.grad` exists on all ranks alike.
         """
-        hooked: list[int] = []
         reduced, self.reduced = self.reduced, None
         assert reduced is not None
         self._tracker.add("reduced", -self.flat.home.device_bytes(reduced))
@@ -332,8 +331,6 @@ class Bucket:
                 if not takes[i]:
                     continue
                 param = flat.sharded_params[i]
-                if may_be_hooked and param._post_accumulate_grad_hooks:
-                    hooked.append(i)
                 before = param.grad
                 accumulated = self._drop_accumulated(i) if self.accumulated else None
                 if before is None or (accumulated is not None and accumulated.owns_shard_grad):
@@ -351,13 +348,14 @@ class Bucket:
             dtype = flat.shard.dtype
             for i, param, gradient in flat.empty_shards:
                 if takes[i]:
-                    if may_be_hooked and param._post_accumulate_grad_hooks:
-                        hooked.append(i)
                     # a conversion of the model, undone since, has converted it as well
                     param.grad = gradient if gradient.dtype is dtype else gradient.to(dtype)
         self.expects_accumulated = False
+        if not may_be_hooked:
+            return []
         # in one order on all ranks, because a hook may call a collective
-        return [*map(flat.sharded_params.__getitem__, sorted(hooked))]
+        order = sorted([*flat.local_params, *(i for i, _, _ in flat.empty_shards)])
+        return [p for i in order if takes[i] and (p := flat.sharded_params[i])._post_accumulate_grad_hooks]
 
     # what a sparse bucket does in another way ---------------------------------------------
 
