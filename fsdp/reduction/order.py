@@ -23,9 +23,7 @@ class ReductionOrder:
     ) -> None:
         self._buckets = buckets
         self._of_unit = of_unit
-        self._policy = config.reduction
-        self._cap = config.reduction_bytes
-        self._tapers = config.tapers
+        self._config = config
         self._by_unit = config.mesh_kind is not MeshKind.REPLICATE
         """True if the buckets of a unit stay together: with gathers between the ranks, a unit's buckets are launched at its
         post-backward (the note in `state_machine.bucket`)."""
@@ -77,16 +75,16 @@ class ReductionOrder:
 
     def make_groups(self, hooked: bool) -> Sequence[BucketGroup]:
         """The groups of buckets that share a collective, in the agreed order. `hooked`: a comm hook reduces each bucket alone."""
+        policy, cap = self._config.reduction, None if hooked else self._config.reduction_bytes
         items = [
             Item(
                 size_of(bucket.buffer),
                 bucket.group_key,
-                any(place.names[0] in self._policy.triggers for place in bucket.flat.param_infos[:1]),
+                any(place.names[0] in policy.triggers for place in bucket.flat.param_infos[:1]),
             )
             for bucket in self._buckets
         ]
-        first = int(self._policy.first_bucket_mb * 2**20)
-        return make_bucket_groups(self.buckets, items, None if hooked else self._cap, first, self._tapers)
+        return make_bucket_groups(self.buckets, items, cap, int(policy.first_bucket_mb * 2**20), self._config.tapers)
 
     def _in_units(self, units: Sequence[int]) -> Sequence[int]:
         """The buckets of these units. Those of one unit go from the last to the first, as its gradients arrive in a backward."""
