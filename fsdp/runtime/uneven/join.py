@@ -102,7 +102,10 @@ def _root_to_join(model: nn.Module, step: object, rules: JoinRules) -> UnitRef:
         (engine.watcher.is_join, "join: this model is inside another join already."),
         (averages, "join: the communication hook of this model averages over all ranks, also those that have finished."),
         (engine.comms.inner, "join: some units are shared by a part of the ranks; give every rank as many batches."),
-        (engine.reducer.policy.static_graph, "join: a finished rank has no gradients, so leave out reduction.static_graph."),
+        (
+            engine.reducer.policy.static_graph,
+            "join: a rank that has finished has no gradients, so leave out reduction.static_graph.",
+        ),
     )
     return root
 
