@@ -16,7 +16,7 @@ from fsdp.params.module_tree import ModuleTree
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.forward_hooks import hook_units
-from fsdp.runtime.launch_gathers import Gathers, gather_sizes
+from fsdp.runtime.launch_gathers import Gathers
 from fsdp.runtime.passes import Passes
 from fsdp.runtime.path_policy import PathPolicy
 from fsdp.runtime.prefetch import PrefetchSchedule
@@ -75,10 +75,9 @@ def _make_passes(engine: Engine) -> Passes:
     if config.uneven_paths:
         path = CommonPath(engine)
     else:
-        names = [unit.name for unit in units]
+        names, sizes = [unit.name for unit in units], [sum(unit.gather_sizes) for unit in units]
         forward, backward = (
-            PrefetchSchedule(config.prefetch, f"{kind} of {names[0]!r}", names, gather_sizes(units), cap)
-            for kind in ("forward", "backward")
+            PrefetchSchedule(config.prefetch, f"{kind} of {names[0]!r}", names, sizes, cap) for kind in ("forward", "backward")
         )
         path = PathPolicy(forward, backward, engine.reducer.reduce)
     return Passes(engine, path, Gathers(units, engine.streams, cap, engine.stats.add_gathers))

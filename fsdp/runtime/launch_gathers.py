@@ -23,7 +23,7 @@ class Gathers:
         self._streams = streams
         self._cap = cap
         self._on_launch = on_launch
-        self._sizes = gather_sizes(units)
+        self._sizes = [sum(unit.gather_sizes) for unit in units]
         self._kinds = [_kind(unit) for unit in units]
         """Units of one kind can share an all-gather. None: the unit has its own."""
         self._collected: list[int] | None = None
@@ -84,8 +84,3 @@ def _kind(unit: Unit) -> tuple[Communicator, torch.device] | None:
     """Where a unit is gathered; None if its shard is in host memory, or its parameters are cut among different ranks."""
     comms = dict.fromkeys(flat.comm for flat in unit.flats) or {unit.comm: None}
     return None if unit.copies_shards or len(comms) > 1 else (next(iter(comms)), unit.device)
-
-
-def gather_sizes(units: Sequence[Unit]) -> list[int]:
-    """For each unit, the bytes that its all-gathers fill."""
-    return [sum(unit.gather_sizes) for unit in units]
