@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from fsdp.building.conversions import Converter
 from fsdp.building.copies import ATTRIBUTES, Copier
@@ -11,7 +12,8 @@ from fsdp.comm.context import CommContext
 from fsdp.debug.delays import delayed
 from fsdp.debug.dump_on_signal import remember
 from fsdp.device.storage import MemoryTracker
-from fsdp.device.streams import make_streams
+from fsdp.device.streams import META, default_device, make_streams
+from fsdp.errors import NoMemoryYet
 from fsdp.params.module_tree import ModuleTree
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
@@ -20,7 +22,6 @@ from fsdp.runtime.launch_gathers import Gathers
 from fsdp.runtime.passes import Passes
 from fsdp.runtime.path_policy import PathPolicy
 from fsdp.runtime.prefetch import PrefetchSchedule
-from fsdp.runtime.refuse_copy import refuse_on_meta
 from fsdp.runtime.registry import UnitRef
 from fsdp.runtime.steps import check_steps
 from fsdp.runtime.uneven.common_path import CommonPath
@@ -51,7 +52,7 @@ def attach(
     hooks = hook_units(_make_passes(engine))
     check_steps(engine)
     remember(engine.snapshot)
-    refusals = refuse_on_meta(engine)
+    refusals = _refuse_on_meta(engine)
     for index, unit in enumerate(units):
         state_hooks = StateHooks(engine, index)
         ref = UnitRef(engine, hooks, state_hooks.handles if index else [*state_hooks.handles, *refusals], index)
@@ -81,6 +82,26 @@ def _make_passes(engine: Engine) -> Passes:
         )
         path = PathPolicy(forward, backward, engine.reducer.reduce)
     return Passes(engine, path, Gathers(units, engine.streams, cap, engine.stats.add_gathers))
+
+
+def _refuse_on_meta(engine: Engine) -> list[RemovableHandle]:
+    """Let the forwards of all units raise, if some are on the meta device. A rehearsal computes there."""
+    without_memory = [unit for unit in engine.units if any(flat.device == META for flat in unit.flats)]
+    if not without_memory or default_device(engine.comms.world_comm.supports_device) == META:
+        return []
+    root = engine.units[0]
+    wanted = {id(p) for flat in without_memory[0].flats if flat.device == META for p in flat.sharded_params}
+
+    def refuse(*_: object) -> None:
+        without_memory[0].check_modules()
+        raise NoMemoryYet(
+            "FSDP parameters should be materialized from meta device before training, but the following were still on meta "
+            f"device: {[name for name, one in root.module.named_parameters() if id(one) in wanted]}. Call "
+            "to_empty(device=...) on the wrapped model and give the parameters values, or call load_state_dict."
+        )
+
+    modules = [module for unit in engine.units for module in unit.modules]
+    return [module.register_forward_pre_hook(refuse, prepend=True) for module in modules]
 
 
 def detach(refs: Iterable[UnitRef]) -> None:

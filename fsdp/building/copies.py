@@ -20,9 +20,8 @@ from fsdp.errors import ShardingAssertion, ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.module_tree import ModuleTree
 from fsdp.params.placement import place_again
-from fsdp.params.unit import Unit
+from fsdp.params.unit import RefuseCopy, Unit
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.refuse_copy import RefuseCopy
 from fsdp.runtime.registry import KEEPS_ENGINE, UnitRef, refuse_unless_resting
 
 Attach: TypeAlias = Callable[[Sequence[Unit], Sequence[frozenset[int]], CommContext], Engine]

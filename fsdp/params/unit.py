@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -575,6 +575,22 @@ class Unit:
         self.full_params.free(self._tracker)
         self.has_full_params = False
         self._rest_on({})
+
+
+class RefuseCopy:
+    """Base class of the objects of a unit that its module refers to. Pickling the module reaches one, and it refuses."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise ShardingError(f"unit {self._unit.name!r}: its hooks cannot be copied without its module; copy.deepcopy the model.")
+
+    def __reduce__(self) -> NoReturn:
+        raise ShardingError(
+            f"unit {self._unit.name!r} cannot be pickled, because a module holds the engine of its process: save what "
+            "fsdp.full_state_dict(model) returns on rank 0 (every rank calls it), or model.state_dict() by DDP's names."
+        )
 
 
 def unit_of_shard(given: Any) -> Unit | None:

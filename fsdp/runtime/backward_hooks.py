@@ -29,10 +29,9 @@ from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.gathered_copies import RefuseShardGrad
 from fsdp.params.param_info import kept_accumulator
-from fsdp.params.unit import Unit
+from fsdp.params.unit import RefuseCopy, Unit
 from fsdp.runtime.backward_end import UNWINDING
 from fsdp.runtime.passes import Passes
-from fsdp.runtime.refuse_copy import RefuseCopy
 from state_machine import Event
 
 

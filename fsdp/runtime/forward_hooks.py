@@ -24,9 +24,9 @@ from fsdp.device.storage import storage_key
 from fsdp.errors import ShardingError
 from fsdp.params.module_tree import refuse_transforms
 from fsdp.params.shown_params import in_grad_hook
+from fsdp.params.unit import RefuseCopy
 from fsdp.runtime.backward_hooks import AccumulateGradChecks, BackwardHooks
 from fsdp.runtime.passes import Passes
-from fsdp.runtime.refuse_copy import RefuseCopy
 from state_machine import Event
 
 _CONTAINERS: Final = frozenset({list, dict, defaultdict, OrderedDict, deque})

@@ -19,8 +19,8 @@ from fsdp.autograd.frames import FullStateCall, full_state_call, load_call, modu
 from fsdp.config import MeshKind
 from fsdp.device.storage import storage_key, with_own_storage
 from fsdp.errors import ShardingError
+from fsdp.params.unit import RefuseCopy
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.refuse_copy import RefuseCopy
 from fsdp.runtime.registry import refuse_borrowing, refuse_unless_resting
 from fsdp.shards.dtensors import local_of
 from fsdp.shards.shard_tensor import ShardTensor, plain
