@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from fsdp.errors import ShardingError, refuse_if
+from fsdp.errors import ShardingError
 from state_machine import ReshardPolicy
 
 GUARD_VARIABLE: Final = "FSDP_GUARD"
@@ -304,35 +304,32 @@ def make_config(
     if not isinstance(reduction, ReductionPolicy):
         raise ShardingError(f"reduction must be a fsdp.ReductionPolicy, not {reduction!r}.")
     check_flag("uneven_paths", uneven_paths)
-    find_unused = reduction.find_unused_parameters and not uneven_paths  # which includes it, under every strategy
-    refuse_if(
-        (
-            uneven_paths and reduction.static_graph,
-            "uneven_paths and reduction.static_graph contradict each other: paths may change; give one of them.",
-        ),
-        (
-            find_unused and mesh_kind is not MeshKind.REPLICATE,
+    if uneven_paths and reduction.static_graph:
+        raise ShardingError("uneven_paths and reduction.static_graph contradict each other: paths may change; give one of them.")
+    if uneven_paths:
+        reduction = replace(reduction, find_unused_parameters=False)  # which it includes, under every strategy
+    if reduction.find_unused_parameters and mesh_kind is not MeshKind.REPLICATE:
+        raise ShardingError(
             "reduction.find_unused_parameters needs sharding_strategy='NO_SHARD': under "
-            f"{sharding_strategy!r} a unit is gathered by all ranks or none. Some ranks only may use a parameter without it.",
-        ),
-    )
+            f"{sharding_strategy!r} a unit is gathered by all ranks or none. Some ranks only may use a parameter without it."
+        )
     flags = {"broadcast_buffers": broadcast_buffers, "aligned": aligned, "plain_shards": plain_shards, "dtensors": dtensors}
     for name, flag in flags.items():
         check_flag(name, flag)
-    refuse_if(
-        (dtensors and plain_shards, "dtensors and plain_shards contradict each other; give one of them."),
-        (dtensors and mesh_kind is MeshKind.REPLICATE, f"dtensors: {sharding_strategy!r} cuts no parameter; leave dtensors out."),
-        (
-            offload is not None and uneven_paths,
+    if dtensors and plain_shards:
+        raise ShardingError("dtensors and plain_shards contradict each other; give one of them.")
+    if dtensors and mesh_kind is MeshKind.REPLICATE:
+        raise ShardingError(f"dtensors: {sharding_strategy!r} cuts no parameter; leave dtensors out.")
+    if offload is not None and uneven_paths:
+        raise ShardingError(
             "offload_policy and uneven_paths cannot be combined: a rank takes part in gathers of others at any time, and their "
-            "shards must be in device memory then; give one of them.",
-        ),
-        (
-            uneven_paths and broadcast_buffers,
+            "shards must be in device memory then; give one of them."
+        )
+    if uneven_paths and broadcast_buffers:
+        raise ShardingError(
             "uneven_paths and broadcast_buffers contradict each other: a rank may leave a forward out. Broadcast the buffers "
-            "yourself, after a backward or after fsdp.meet on every rank.",
-        ),
-    )
+            "yourself, after a backward or after fsdp.meet on every rank."
+        )
     return Config(
         reshard_policy,
         mesh_kind,
@@ -342,7 +339,7 @@ def make_config(
         guarded,
         prefetch,
         as_flag("sync_module_states", sync_module_states),
-        replace(reduction, find_unused_parameters=find_unused),
+        reduction,
         broadcast_buffers,
         aligned,
         plain_shards,

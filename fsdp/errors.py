@@ -38,13 +38,6 @@ class InputsExhausted(ShardingError, RuntimeError):
     """A rank inside a join that stops at the first one has no further batch. Every rank raises it."""
 
 
-def refuse_if(*reasons: tuple[object, str]) -> None:
-    """Raise ShardingError with the text of the first of these reasons that holds."""
-    for holds, text in reasons:
-        if holds:
-            raise ShardingError(text)
-
-
 class WorldError(RuntimeError):
     """The ranks disagree: they called different collectives, or wait for each other without end."""
 

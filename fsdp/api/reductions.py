@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.futures import Future
 
-from fsdp.errors import ShardingError, refuse_if
+from fsdp.errors import ShardingError
 from fsdp.reduction.comm_hook import CommHook
 from fsdp.reduction.stats import BucketStats
 from fsdp.runtime.registry import engines_in, refusal, refuse_unless_resting
@@ -38,13 +38,16 @@ def register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Futu
         if engine.comms.inner:
             raise refusal("register_comm_hook: some units are shared by a part of the ranks, which a hook cannot know.", engine)
         policy = engine.reducer.policy
-        sums = "register_comm_hook: the hook does the sums, so reduction.{} means nothing; leave it out."
-        refuse_if(
-            (policy.deterministic, sums.format("deterministic=True")),
-            (not policy.average, sums.format("average=False")),
-            (policy.predivide_factor is not None, sums.format("predivide_factor")),
-            (policy.streams > 1, sums.format("streams")),
-        )
+        for name, given in (
+            ("deterministic=True", policy.deterministic),
+            ("average=False", not policy.average),
+            ("predivide_factor", policy.predivide_factor is not None),
+            ("streams", policy.streams > 1),
+        ):
+            if given:
+                raise ShardingError(
+                    f"register_comm_hook: the hook does the sums, so reduction.{name} means nothing; leave it out."
+                )
     for engine in engines:
         engine.reducer.set_hook(CommHook(state, hook))
 

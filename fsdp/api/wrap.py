@@ -35,7 +35,7 @@ from fsdp.comm.context import CommContext
 from fsdp.comm.dtensor_mesh import groups_around, open_mesh, ranks_around
 from fsdp.comm.open_communicators import Mesh, ProcessGroup, open_across, open_comms, open_routed
 from fsdp.config import Config, ReductionPolicy, find_strategy, make_config
-from fsdp.errors import ShardingError, refuse_if
+from fsdp.errors import ShardingError
 from fsdp.runtime.registry import UnitRef, engines_in, unit_ref_of
 
 P = ParamSpec("P")
@@ -336,20 +336,20 @@ def _check_plan(plan: Sequence[Planned], comms: CommContext, config: Config, mod
     """Check everything that can be refused, before anything changes."""
     check_shardable(plan, config)
     check_triggers(plan, config, module)
-    for name, inner in [(one.name, inner) for one in plan if (inner := unit_ref_of(one.module)) is not None]:
-        refuse_if(
-            (
-                inner.engine.reducer.keeps_gradients,
-                f"unit {name!r} keeps gradients under no_sync; run the backward that synchronises before wrapping around it.",
-            ),
-            (
-                inner.engine.reducer.hook is not None,
-                f"unit {name!r} has a communication hook, which would be lost; register it on the outermost module, after "
-                "wrapping.",
-            ),
-        )
-        inner.unit.refuse_put_away()
-        check_ranks(name, inner.unit, comms, config)
+    for one in plan:
+        inner = unit_ref_of(one.module)
+        if inner is not None and inner.engine.reducer.keeps_gradients:
+            raise ShardingError(
+                f"unit {one.name!r} keeps gradients under no_sync; run the backward that synchronises before wrapping around it."
+            )
+        if inner is not None and inner.engine.reducer.hook is not None:
+            raise ShardingError(
+                f"unit {one.name!r} has a communication hook, which would be lost; register it on the outermost module, after "
+                "wrapping."
+            )
+        if inner is not None:
+            inner.unit.refuse_put_away()
+            check_ranks(one.name, inner.unit, comms, config)
     check_devices(plan, comms.world_comm)
     slots = ((info.names[0], module) for one in plan for info in one.param_infos for module, _ in info.slots)
     check_renormalised(slots, comms.world_comm.size)

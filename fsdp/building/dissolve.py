@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.joint_gather import gather_parts
-from fsdp.errors import ShardingError, refuse_if
+from fsdp.errors import ShardingError
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
@@ -22,11 +22,13 @@ HasGrad = Mapping[int, bool]
 
 def refuse_losses(engine: Engine, function_name: str) -> None:
     """Raise ShardingError if an engine between two steps keeps gradients, or is inside `fsdp.join`: they would be lost."""
-    who = f"{function_name}: unit {engine.units[0].name!r}"
-    refuse_if(
-        (engine.reducer.keeps_gradients, f"{who} keeps gradients under no_sync; run the backward that synchronises first."),
-        (engine.watcher.is_join, f"{who} is inside fsdp.join; call it after that."),
-    )
+    name = engine.units[0].name
+    if engine.reducer.keeps_gradients:
+        raise ShardingError(
+            f"{function_name}: unit {name!r} keeps gradients under no_sync; run the backward that synchronises first."
+        )
+    if engine.watcher.is_join:
+        raise ShardingError(f"{function_name}: unit {name!r} is inside fsdp.join; call it after that.")
 
 
 def agree_on_gradients(units: Iterable[Unit], world_comm: Communicator, function_name: str) -> HasGrad:

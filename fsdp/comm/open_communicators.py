@@ -29,7 +29,7 @@ from fsdp.comm.process_group import FORKED, DeviceCommunicator, GlooCommunicator
 from fsdp.comm.routed_group import RoutedCommunicator, RoutedGroup, carrier_of, route
 from fsdp.comm.simulated_group import SimulatedGroup
 from fsdp.config import MeshKind
-from fsdp.errors import ShardingError, refuse_if, require_package
+from fsdp.errors import ShardingError, require_package
 
 ProcessGroup: TypeAlias = dist.ProcessGroup
 Mesh: TypeAlias = DeviceMesh | tuple[int, int]
@@ -71,32 +71,31 @@ def open_comms(process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int = 
     Raises:
         ShardingError: there is no group, both a group and a mesh are given, or the mesh does not fit.
     """
-    is_mesh, is_group = mesh_kind is MeshKind.HYBRID, process_group is SINGLE_RANK or isinstance(process_group, dist.ProcessGroup)
-    is_shape = is_mesh and isinstance(mesh, tuple | list)
-    ndim = 2 if is_shape else getattr(mesh, "ndim", None)
-    refuse_if(
-        (process_group is not None and mesh is not None, "process_group and mesh contradict each other; give one of them."),
-        (
-            process_group is not None and not is_group,
-            f"process_group must be a process group of torch.distributed that has this rank, not {process_group!r}.",
-        ),
-        (
-            mesh is not None and not is_shape and not hasattr(mesh, "get_group"),
+    if process_group is not None and mesh is not None:
+        raise ShardingError("process_group and mesh contradict each other; give one of them.")
+    if process_group is not None and process_group is not SINGLE_RANK and not isinstance(process_group, dist.ProcessGroup):
+        raise ShardingError(
+            f"process_group must be a process group of torch.distributed that has this rank, not {process_group!r}."
+        )
+    shape = isinstance(mesh, tuple | list)
+    if mesh is not None and not (shape and mesh_kind is MeshKind.HYBRID) and not hasattr(mesh, "get_group"):
+        raise ShardingError(
             f"mesh must be a DeviceMesh, or for HYBRID_SHARD the shape (replicas, shards), not {mesh!r}; for other strategies "
-            "leave it out to use all ranks.",
-        ),
-        (
-            is_mesh and mesh is None,
-            "HYBRID_SHARD needs a mesh: a two-dimensional DeviceMesh or the shape (replicas, shards), whose rows shard a "
-            "unit and whose columns hold the same shards.",
-        ),
-        (is_mesh and ndim != 2, f"mesh has {ndim} dimension; HYBRID_SHARD needs two: replicas, shards."),
-        (
-            not is_mesh and mesh is not None and ndim != 1,
-            f"mesh has {ndim} dimensions; give a one-dimensional one, such as mesh['shard'], or ask for "
-            "sharding_strategy='HYBRID_SHARD'.",
-        ),
-    )
+            "leave it out to use all ranks."
+        )
+    if mesh_kind is MeshKind.HYBRID:
+        if mesh is None:
+            raise ShardingError(
+                "HYBRID_SHARD needs a mesh: a two-dimensional DeviceMesh or the shape (replicas, shards), whose rows shard a "
+                "unit and whose columns hold the same shards."
+            )
+        if not shape and mesh.ndim != 2:
+            raise ShardingError(f"mesh has {mesh.ndim} dimension; HYBRID_SHARD needs two: replicas, shards.")
+    elif mesh is not None and mesh.ndim > 1:
+        raise ShardingError(
+            f"mesh has {mesh.ndim} dimensions; give a one-dimensional one, such as mesh['shard'], or ask for "
+            "sharding_strategy='HYBRID_SHARD'."
+        )
     here = simulated.current_rank()
     find = _process_groups if here is None else partial(_simulated_ranks, here)
     is_alone = process_group is SINGLE_RANK
@@ -108,6 +107,7 @@ def open_comms(process_group: Any, mesh: Any, mesh_kind: MeshKind, lanes: int = 
         return _comm(among, name, apart) if here is None else here.comm(name, among)
 
     # in a mesh not the row's, even if there is only one row: questions to all ranks must not come between its reductions
+    is_mesh = mesh_kind is MeshKind.HYBRID
     of_replicas, of_world = (REPLICA_NAME, WORLD_NAME) if is_mesh else (REDUCE_NAME, SHARD_NAME)
 
     def lane(number: int) -> Lane:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,29 @@ _GRAD: Final = attrgetter("grad")
 _IS_ELSEWHERE: Final = attrgetter("is_elsewhere")
 
 
+class UnitObserver(Protocol):
+    """Handles uses of the parameters of a unit outside its own forward."""
+
+    def on_used_outside(self) -> None:
+        """A parameter is read outside the unit, and the value requires a gradient."""
+
+    def factor_of_part(self) -> float:
+        """By what the gradient of a term that each rank computes of its part of a parameter is multiplied: so it counts once.
+
+        Raises:
+            ShardingError: a rank computes no such term.
+        """
+
+    def on_external_grad(self) -> None:
+        """A gradient of one parameter is about to come from a use outside the unit."""
+
+    def has_come(self, flat: FlatBuffer, index: int) -> bool:
+        """Whether a gradient of a parameter of a flat buffer has come in this backward, which is not in `.grad` yet."""
+
+    def unshard_for_backward(self) -> bool:
+        """Unshard the unit until the end of the backward; return whether its parameters may then be used."""
+
+
 class Unit:
     """The parameters that are gathered and released together, and the modules that show them."""
 
@@ -70,16 +93,7 @@ class Unit:
         self._open = False
         self._write_back: Callable[[], object] | None = None
         """Called before modules show shards: a recompute, or what came after it, may have changed unsharded parameters."""
-        self.on_used_outside: Callable[[], None]
-        """Called when a parameter is read outside the unit, and the value requires a gradient."""
-        self.on_external_grad: Callable[[], None]
-        """Called when a gradient of one parameter is about to come from a use outside the unit."""
-        self.factor_of_part: Callable[[], float]
-        """See `ReductionQueue.factor_of_part`."""
-        self.has_come: Callable[[FlatBuffer, int], bool]
-        """Whether a gradient of a parameter of a flat buffer has come in this backward, which is not in `.grad` yet."""
-        self.unshard_for_backward: Callable[[], bool]
-        """Unshards the unit until the end of the backward; returns whether its parameters may then be used."""
+        self.observer: UnitObserver
         self.before_copy: Callable[[FlatBuffer, torch.dtype], None] | None = None
         """Called before a copy of a flat buffer is gathered in a dtype."""
         self.flats = tuple(flats)
@@ -228,7 +242,7 @@ class Unit:
     def holder_of_grad(self, parameter: nn.Parameter) -> nn.Parameter:
         """The shard, which has the `.grad` of `parameter` in a backward. Refused if a gradient has come and is not reduced."""
         flat, number = self._places[id(parameter)]
-        if self.has_come(flat, number):
+        if self.observer.has_come(flat, number):
             raise ShardingError(
                 f"`.grad` of {flat.param_infos[number].names[0]!r} inside a backward, where its gradient has come and is not "
                 "reduced yet: read and change it after the backward, or in p.register_post_accumulate_grad_hook. A tensor hook "
@@ -387,7 +401,7 @@ class Unit:
             # A recompute around the unit may read parameters after the unit's post-backward. A recompute of a part of the
             # unit soon needs the other parameters too, and the ranks may read them in another order.
             is_shown = parameter is unsharded
-            if (read_inside and is_shown) or ((read_inside or is_shown) and self.unshard_for_backward()):
+            if (read_inside and is_shown) or ((read_inside or is_shown) and self.observer.unshard_for_backward()):
                 self.sync_requires_grad()
                 self._write_back = self.write_back_inplace_of_recompute
                 return unsharded
@@ -413,7 +427,7 @@ class Unit:
             raise ShardingError("to_local: full parameters cannot be trained; leave summon_full_params first.")
         self.check_shards()
         self.sync_requires_grad()
-        return self._used_outside(local_param(*self._places[id(parameter)], self.factor_of_part, self._on_external_grad))
+        return self._used_outside(local_param(*self._places[id(parameter)], self.observer.factor_of_part, self._on_external_grad))
 
     def _gather_param(self, flat: FlatBuffer, number: int, dtype: torch.dtype, copies: GatheredCopies | None = None) -> Tensor:
         self.refuse_forked()
@@ -430,11 +444,11 @@ class Unit:
 
     def _used_outside(self, value: Tensor) -> Tensor:
         if value.requires_grad:
-            self.on_used_outside()
+            self.observer.on_used_outside()
         return value
 
     def _on_external_grad(self) -> None:
-        self.on_external_grad()
+        self.observer.on_external_grad()
 
     # effects of the residency -------------------------------------------------------------
 

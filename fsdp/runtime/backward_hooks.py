@@ -47,11 +47,7 @@ class BackwardHooks(RefuseCopy):
         self.visit = engine.visits[index]
         self.outer: Sequence[BackwardHooks] = ()
         """The hooks of all units with inner units. Autograd can leave such a unit by a path without hooks."""
-        self._unit.on_used_outside = partial(engine.reducer.used_outside, index)
-        self._unit.on_external_grad = partial(engine.on_event, index, Event.EXTERNAL_GRAD)
-        self._unit.factor_of_part = engine.reducer.reductions.factor_of_part
-        self._unit.has_come = self._has_come
-        self._unit.unshard_for_backward = self._unshard_for_backward
+        self._unit.observer = self
         self._handles: list[RemovableHandle] = []
         for number in engine.reducer.of_unit[index]:
             early_bucket = number if number in engine.reducer.early else None
@@ -230,12 +226,21 @@ class BackwardHooks(RefuseCopy):
 
     # uses outside the unit's forward --------------------------------------------------------
 
-    def _has_come(self, flat: FlatBuffer, index: int) -> bool:
+    def on_used_outside(self) -> None:
+        self._engine.reducer.used_outside(self._index)
+
+    def factor_of_part(self) -> float:
+        return self._engine.reducer.reductions.factor_of_part()
+
+    def on_external_grad(self) -> None:
+        self._engine.on_event(self._index, Event.EXTERNAL_GRAD)
+
+    def has_come(self, flat: FlatBuffer, index: int) -> bool:
         # one that has failed on a device drops its gradients then; hooks at the end of one are inside it, and do not wait
         self._engine.pending_backward.await_end()
         return self._engine.is_before_commits and self._engine.reducer.has_come(flat, index)
 
-    def _unshard_for_backward(self) -> bool:
+    def unshard_for_backward(self) -> bool:
         if graph_is_made():
             return False  # a second backward goes through it when the unit may be sharded again
         self._pre_backward_again()

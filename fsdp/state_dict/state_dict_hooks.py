@@ -61,13 +61,6 @@ class StateHooks(RefuseCopy):
         for module in self._unit.modules:
             self.handles.append(module.register_state_dict_post_hook(partial(self._refuse_renamed_shards)))  # type: ignore[no-untyped-call]
 
-    def _looks(self) -> bool:
-        """Whether a state dict is checked: not where the parameters are in full. Refuses a root that cannot be used by itself."""
-        if not self._summoned:
-            self._engine.pending_backward.await_end()
-            refuse_borrowing(self._engine)
-        return not self._summoned
-
     @property
     def _summoned(self) -> bool:
         return self._engine.root.lifecycles[self._index].state is State.SUMMONED
@@ -77,8 +70,10 @@ class StateHooks(RefuseCopy):
         return f"load_state_dict of unit {self._unit.name!r}"
 
     def _check_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not self._looks():
+        if self._summoned:
             return
+        self._engine.pending_backward.await_end()
+        refuse_borrowing(self._engine)
         # torch's functions for state dicts know DTensors as parts
         if keep_vars and self._unit.flats and not (self._unit.replaces_params or self._shows_full_params):
             raise ShardingError(
@@ -156,8 +151,10 @@ class StateHooks(RefuseCopy):
                 )
 
     def _check_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-        if not self._looks():
+        if self._summoned:
             return
+        self._engine.pending_backward.await_end()
+        refuse_borrowing(self._engine)
         operation = self._operation
         if settle_assign(metadata):
             raise ShardingError(f"{operation}: assign=True would replace its shards; leave it out.")

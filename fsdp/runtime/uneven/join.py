@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp.comm.joint_gather import broadcast_buffers
 from fsdp.config import MeshKind
-from fsdp.errors import ShardingError, refuse_if
+from fsdp.errors import ShardingError
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import UnitRef, engines_in, unit_ref_of
 from fsdp.runtime.uneven.common_path import CommonPath
@@ -95,18 +95,17 @@ def _root_to_join(model: nn.Module, step: object, rules: JoinRules) -> UnitRef:
     engines = engines_in(model, "join")
     if root is None or len(engines) != 1:
         raise ShardingError(f"join takes one wrapped model; there are {len(engines)} roots in this {type(model).__name__}.")
-    engine, each_steps = engines[0], step is None and root.unit.config.mesh_kind is MeshKind.REPLICATE
-    averages = engine.reducer.hook is not None and not rules.divides_by_all_ranks
-    refuse_if(
-        (not (callable(step) or each_steps), f"join takes a function that steps, such as optimizer.step, not {step!r}."),
-        (engine.watcher.is_join, "join: this model is inside another join already."),
-        (averages, "join: the communication hook of this model averages over all ranks, also those that have finished."),
-        (engine.comms.inner, "join: some units are shared by a part of the ranks; give every rank as many batches."),
-        (
-            engine.reducer.policy.static_graph,
-            "join: a rank that has finished has no gradients, so leave out reduction.static_graph.",
-        ),
-    )
+    engine = engines[0]
+    if not callable(step) and (step is not None or root.unit.config.mesh_kind is not MeshKind.REPLICATE):
+        raise ShardingError(f"join takes a function that steps, such as optimizer.step, not {step!r}.")
+    if engine.watcher.is_join:
+        raise ShardingError("join: this model is inside another join already.")
+    if engine.reducer.hook is not None and not rules.divides_by_all_ranks:
+        raise ShardingError("join: the communication hook of this model averages over all ranks, also those that have finished.")
+    if engine.comms.inner:
+        raise ShardingError("join: some units are shared by a part of the ranks; give every rank as many batches.")
+    if engine.reducer.policy.static_graph:
+        raise ShardingError("join: a rank that has finished has no gradients, so leave out reduction.static_graph.")
     return root
 
 
