@@ -9,7 +9,7 @@ import pickle
 import random
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +22,8 @@ from fsdp.autograd.engine_calls import free_queued_work
 from fsdp.autograd.frames import in_backward
 from fsdp.comm.communicator import Communicator, ReduceOp, as_bytes
 from fsdp.comm.failure.desync import RECENT
-from fsdp.comm.failure.pending_call import evaluated_alone, names_a_unit, remedies_for
+from fsdp.comm.failure.peer_monitor import ENDED, OVER_HERE_TOO, abandoned_by
+from fsdp.comm.failure.pending_call import RESTART_CALL, RESTARTED, evaluated_alone, names_a_unit, remedies_for, text_of
 from fsdp.comm.simulated_group import torch_groups
 from fsdp.comm.simulated_ops import (
     Buffer,
@@ -122,8 +123,6 @@ class SimulatedRank:
         """Released when it is this rank's turn."""
         self.turn.acquire()
         self.waits_for: Operation | None = None
-        self.error: str | None = None
-        """Why the wait cannot end."""
         self.over = False
         """Whether the rank has returned or failed."""
 
@@ -234,23 +233,36 @@ class SimulatedCommunicator(Communicator):
         self._log[-1] = self._log[-1]._replace(received=sum(map(len, arrived)) - len(side.pickled))
         return [pickle.loads(pickled) for pickled in arrived]
 
+    def epoch(self) -> int:
+        return self._world.epoch_of(self._family, self.ranks[self.rank])
+
+    def announce_restart(self, unit: str) -> PeerFailed | None:
+        if self.epoch() != self._epoch:
+            return None  # this rank has abandoned the step already
+        try:
+            self._meet(Side(text_of((RESTART_CALL, unit, 0)), unit, lambda sides: None, is_restart=True)).wait()
+        except PeerFailed as failure:
+            return failure
+        return None
+
     def recent(self) -> list[str]:
         return [f"{call.kind} {call.label}" for call in self._log if call.comm == self.name][-RECENT:]
 
     def abandon(self, unit: str, failure: BaseException | None) -> None:
         """This rank makes no more calls in this epoch. Ranks that wait for it raise PeerFailed."""
         rank, epoch = self.ranks[self.rank], self._epoch + 1
-        completed = self._world.completed[self._family, rank]
-        what = Abandoned(epoch, rank, unit, "it was ended" if failure is None else _quote(failure), completed)
+        what = Abandoned(epoch, rank, unit, "an error" if failure is None else _quote(failure))
         if isinstance(failure, PeerFailed):  # the first cause, for ranks that wait for this one
-            what = Abandoned(epoch, failure.rank, failure.unit, failure.reason, completed)
+            what = Abandoned(epoch, failure.rank, failure.unit, failure.reason)
+        elif isinstance(failure, WorldError):
+            self._world.declare_fatal(Operation(self.name, self._family, self.ranks, epoch, 0), str(failure))
         self._world.abandon(self._family, self.ranks, rank, what)
 
     def completed(self) -> None:
         self._world.completed[self._family, self.ranks[self.rank]] += 1
 
     def reconnect(self) -> None:
-        if self._world.epoch_of(self._family, self.ranks[self.rank]) != self._epoch:
+        if self.epoch() != self._epoch:
             self.gather_objects(None, "the next step")
 
     def _launch(self, kind: str, side: Side, received: int) -> Work:
@@ -260,6 +272,10 @@ class SimulatedCommunicator(Communicator):
 
     def _launch_unrecorded(self, kind: str, side: Side, received: int) -> "_PendingWork":
         self._log.append(Call(self.name, kind, side.label, received))
+        return self._meet(side)
+
+    def _meet(self, side: Side) -> "_PendingWork":
+        """Make the next call on this communicator."""
         self._follow_epoch()
         rank, number, self._called = self.ranks[self.rank], self._called, self._called + 1
         operation = Operation(self.name, self._family, self.ranks, self._epoch, number)
@@ -267,17 +283,17 @@ class SimulatedCommunicator(Communicator):
 
     def _follow_epoch(self) -> None:
         """A call begins the epoch that follows an abandoned step: on all communicators, on which another one may be abandoned."""
-        rank, abandoned = self._here.rank, self._world.abandoned
+        rank = self._here.rank
         if self._world.epoch_of(self._family, rank) == self._epoch:
             return
         for comm in self._here.comms.values():
-            step = abandoned.get((comm._family, rank))
-            if step is not None and step.epoch != comm._epoch:
-                comm._epoch, comm._called, comm._completed = step.epoch, 0, step.completed
+            epoch = self._world.epoch_of(comm._family, rank)
+            if epoch != comm._epoch:
+                comm._epoch, comm._called, comm._completed = epoch, 0, self._world.completed[comm._family, rank]
 
 
 class Abandoned(NamedTuple):
-    """The last step that a rank has abandoned on a communicator."""
+    """A step that a rank has abandoned on a communicator."""
 
     epoch: int
     """The epoch that begins after it."""
@@ -285,8 +301,6 @@ class Abandoned(NamedTuple):
     """The rank that is the reason."""
     unit: str | None
     why: str
-    completed: int
-    """The number of backwards that the rank has completed before."""
 
 
 class _PendingWork:
@@ -304,7 +318,7 @@ class _PendingWork:
 
         Raises:
             PeerFailed: a rank that has not called it has failed, or abandoned the step.
-            WorldError: the operation cannot end, or one of its buffers was released. The rank may go on after that.
+            WorldError: the ranks can go on no more, or one of its buffers was released.
         """
         self._world.wait(self._rank, self.operation)
 
@@ -323,15 +337,15 @@ class _World:
         self._eagerness = self._choices.choice((0.0, 0.1, 0.5, 1.0))
         self._operations: dict[tuple[str, int, int], Operation] = {}
         """The operations whose data has not moved."""
-        self.abandoned: dict[tuple[str, int], Abandoned] = {}
-        """By family of communicators and rank."""
+        self._abandoned = defaultdict[tuple[str, int], list[Abandoned]](list)
+        """By family of communicators and rank: one for each epoch that is over."""
         self.completed = Counter[tuple[str, int]]()
         """The backwards that each rank has completed, by family of communicators."""
         self.evaluated = Counter[tuple[str, int]]()
         """The number of gathers in forwards without gradients, by communicator and rank."""
         self._complete: list[Operation] = []
-        self._broken: dict[str, Operation] = {}
-        """For each communicator on which ranks made different calls: the first operation where they did."""
+        self._fatal: dict[tuple[int, ...], Operation] = {}
+        """For each group of ranks that can go on no more, on any communicator: the operation that is the reason."""
         self._spoilt: list[Operation] = []
         """The operations of which a buffer was released."""
         self._failures: dict[int, BaseException] = {}
@@ -389,12 +403,12 @@ class _World:
 
     def epoch_of(self, family: str, rank: int) -> int:
         """The number of steps that a rank has abandoned on a family of communicators."""
-        abandoned = self.abandoned.get((family, rank))
-        return abandoned.epoch if abandoned is not None else 0
+        return len(self._abandoned[family, rank])
 
     def abandon(self, family: str, ranks: tuple[int, ...], rank: int, what: Abandoned) -> None:
         """End the epoch of `rank`: it will make no call that others have made in it."""
-        self.abandoned[family, rank] = what
+        if what.epoch > self.epoch_of(family, rank):  # else it has said why already
+            self._abandoned[family, rank].append(what)
         oldest = min(self.epoch_of(family, one) for one in ranks)
         for operation in [one for one in self._operations.values() if one.family == family and one.epoch < oldest]:
             if not operation.complete:  # it never will be: all its ranks are in later epochs
@@ -408,16 +422,13 @@ class _World:
                 "Compute with shards inside the function given to simulate."
             )
         operation = self._operations.setdefault((new.comm, *new.order), new)
-        broken = self._broken.get(operation.comm)
-        if broken is None or operation.order <= broken.order:
+        if self._reason(operation) in (None, operation) and operation.fault is None:
             operation.join(rank, side)
-            if operation.is_mismatch:
-                self._broken[operation.comm] = operation
-            elif operation.complete:
+            if operation.complete:
                 self._complete.append(operation)
-        mismatch = self._mismatch(operation)
-        if mismatch is not None:
-            raise WorldError(mismatch)
+            elif operation.is_mismatch:
+                self._differ(operation)
+        self._raise_fatal(operation)
         self.switch(rank)
         return operation
 
@@ -429,13 +440,14 @@ class _World:
             try:
                 self.switch(rank)
             finally:
-                error, here.waits_for, here.error = here.error, None, None
-            error = error or self._mismatch(operation)
-            if error is not None:
-                raise WorldError(error)
-            missing = self._missing(operation)
-            if missing is not None:
-                raise missing
+                here.waits_for = None
+            if not operation.complete:
+                self._raise_fatal(operation)
+                failure = self._missing(operation)
+                try:
+                    raise failure or AssertionError("it waits in vain")
+                finally:
+                    del failure  # a cycle would keep the frames of the caller alive, and with them its graphs
         if not operation.moved:
             self._move_up_to(operation)
         if operation.fault is not None:
@@ -465,17 +477,42 @@ class _World:
         live = [one for one in self.ranks if not one.over]
         able = [one for one in live if self._interrupted or self._can_go_on(one)]
         if live and not able:
-            deadlock = self._deadlock()
-            for one in live:
-                one.error = deadlock
-            able = live
+            self._end_waits(live)
+            able = [one for one in live if self._can_go_on(one)]
         return self._choices.choice(able).rank if able else None
 
     def _can_go_on(self, one: SimulatedRank) -> bool:
         operation = one.waits_for
-        if operation is None or operation.complete or one.error is not None:
+        if operation is None or operation.complete:
             return True
-        return self._mismatch(operation) is not None or self._missing(operation) is not None
+        return self._reason(operation) is not None or self._missing(operation) is not None
+
+    def _end_waits(self, live: Sequence[SimulatedRank]) -> None:
+        """Every rank waits: tell those that wait for one that has returned or begun another forward. Else nobody can go on."""
+        deadlock = self._deadlock()
+        waits = [one.waits_for for one in live if one.waits_for is not None]
+        for operation in waits:
+            ended = [rank for rank in operation.ranks if self.ranks[rank].over]
+            if ended:
+                operation.ends_by = partial(PeerFailed, deadlock, ended[0], None, ENDED)
+            elif operation.restarted_by is not None:
+                operation.ends_by = partial(abandoned_by, operation.restarted_by, None, RESTARTED)
+        if not any(operation.ends_by for operation in waits):
+            for operation in waits:
+                self.declare_fatal(operation, deadlock)
+
+    def _differ(self, operation: Operation) -> None:
+        """Ranks have made different calls. Begun another forward: that step is over. Else they can go on no more."""
+        if operation.restarted_by is not None:
+            operation.ends_by = partial(abandoned_by, operation.restarted_by, None, RESTARTED)
+        else:
+            self._fatal.setdefault(operation.ranks, operation)
+
+    def declare_fatal(self, operation: Operation, why: str) -> None:
+        """The ranks of an operation can go on no more."""
+        if operation.ranks not in self._fatal:
+            self._fatal[operation.ranks] = operation
+            operation.fault, operation.reported = why, True
 
     def _move_up_to(self, operation: Operation) -> None:
         """Move the data of a complete operation, and of those before it on its communicator."""
@@ -491,16 +528,24 @@ class _World:
         while self._complete:
             self._move_up_to(self._complete[-1])
         self._operations.clear()
-        for operation in [*self._broken.values(), *self._spoilt]:
+        for operation in [*self._fatal.values(), *self._spoilt]:
             if not operation.reported:
                 raise WorldError(operation.fault or operation.report_mismatch(self._evaluated_alone(operation)))
 
-    def _mismatch(self, operation: Operation) -> str | None:
-        """The error if the ranks made different calls here, or earlier on this communicator."""
-        broken = self._broken.get(operation.comm)
-        if broken is None or broken.order > operation.order:
+    def _reason(self, operation: Operation) -> Operation | None:
+        """The operation because of which the ranks of this one can go on no more: they made different calls, or all of them wait.
+
+        What came before different calls on their communicator still ends.
+        """
+        reason = self._fatal.get(operation.ranks)
+        if reason is None or (reason.fault is None and reason.comm == operation.comm and reason.order > operation.order):
             return None
-        return broken.report_mismatch(self._evaluated_alone(broken))
+        return reason
+
+    def _raise_fatal(self, operation: Operation) -> None:
+        """Raise WorldError if the ranks of an operation can go on no more."""
+        if (reason := self._reason(operation)) is not None:
+            raise WorldError(reason.fault or reason.report_mismatch(self._evaluated_alone(reason)))
 
     def _evaluated_alone(self, operation: Operation) -> list[int]:
         """The ranks of an operation that have made forwards without gradients which others have not made."""
@@ -516,13 +561,9 @@ class _World:
                 text = f"Rank {rank} failed with {_quote(failure)}, and never called {operation.name}."
                 return PeerFailed(text, rank, None, _quote(failure))
         for rank in absent:
-            step = self.abandoned.get((operation.family, rank))
-            if step is not None and step.epoch > operation.epoch:
-                where = "" if step.unit is None else f" in unit {step.unit!r}"
-                whom = "It" if step.rank == rank else f"Rank {rank}"
-                text = f"Rank {step.rank} has abandoned the step{where}: {step.why}. {whom} never called {operation.name}."
-                return PeerFailed(text, step.rank, step.unit, step.why)
-        return None
+            for step in self._abandoned[operation.family, rank][operation.epoch :][:1]:
+                return abandoned_by(step.rank, step.unit, step.why, f"{OVER_HERE_TOO} Rank {rank} never called {operation.name}.")
+        return None if operation.ends_by is None else operation.ends_by()
 
     def _deadlock(self) -> str:
         """The error where each rank that is not over waits in vain."""
@@ -537,7 +578,7 @@ class _World:
             else:
                 parts.append(f"Rank {rank} finished.")
         alone = [] if self._failures else self._evaluated_alone(waiting[0])
-        remedy = remedies_for([operation.name for operation in waiting], alone)
+        remedy = remedies_for([operation.call for operation in waiting], alone)
         if not alone and len(waiting) < self.size - len(self._failures) and FEWER_BATCHES not in remedy:
             remedy.append(FEWER_BATCHES)
         return " ".join(["Deadlock: nobody can go on.", *parts, *remedy])

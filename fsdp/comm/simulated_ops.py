@@ -13,13 +13,16 @@ from fsdp.comm.communicator import ReduceOp
 from fsdp.comm.failure.desync import REMEDY
 from fsdp.comm.failure.pending_call import remedies_for, steps_apart
 from fsdp.comm.work import pairwise_sum
-from fsdp.errors import ShardingError, WorldError, name_ranks
+from fsdp.errors import PeerFailed, ShardingError, WorldError, name_ranks
 
 
 class Operation:
     """The collective that `ranks` run together at one position of one communicator, in one epoch."""
 
-    __slots__ = ("comm", "complete", "epoch", "family", "fault", "moved", "number", "pickled", "ranks", "reported", "sides")
+    __slots__ = (
+        *("comm", "complete", "ends_by", "epoch", "family", "fault"),
+        *("moved", "number", "pickled", "ranks", "reported", "sides"),
+    )
 
     def __init__(self, comm: str, family: str, ranks: tuple[int, ...], epoch: int, number: int) -> None:
         self.comm = comm
@@ -35,6 +38,8 @@ class Operation:
         self.moved = False
         self.fault: str | None = None
         """Why the data could not move."""
+        self.ends_by: Callable[[], PeerFailed] | None = None
+        """Makes the error of a rank that waits for it in vain, if no rank has failed or abandoned a step."""
         self.reported = False
         """True once a rank has raised an error about this operation."""
         self.pickled: list[bytes] = []
@@ -49,8 +54,12 @@ class Operation:
         return f"operation {self.number} of communicator {self.comm!r}"
 
     @property
+    def call(self) -> str:
+        return next(iter(self.sides.values())).call
+
+    @property
     def name(self) -> str:
-        return f"{next(iter(self.sides.values())).call}, {self.place}"
+        return f"{self.call}, {self.place}"
 
     def join(self, rank: int, side: "Side") -> None:
         """Add the call of one more rank."""
@@ -62,6 +71,11 @@ class Operation:
         """Whether two ranks have made different calls."""
         first, *others = ((side.call, side.completed) for side in self.sides.values())
         return any(side != first for side in others)
+
+    @property
+    def restarted_by(self) -> int | None:
+        """The first rank that has begun another forward here."""
+        return next((rank for rank in sorted(self.sides) if self.sides[rank].is_restart), None)
 
     def report_mismatch(self, alone: Sequence[int]) -> str:
         """Name the ranks and their different calls. The operation counts as reported. `alone`: who has evaluated alone."""
@@ -102,6 +116,8 @@ class Side(NamedTuple):
     pickled: bytes = b""
     completed: int = 0
     """The number of backwards that the rank had completed when it abandoned its last step."""
+    is_restart: bool = False
+    """True for a forward that begins without the backward of the last one: see `Communicator.announce_restart`."""
 
 
 class Buffer:

@@ -150,4 +150,5 @@ class PendingBackward:
         failure = self._comms.shard_comm.announce_restart(unit) if awaited else None
         if failure is not None and self._has_graph():
             raise failure
-        return failure
+        # its frames lead to those of the caller, and would keep the graph of the forward that begins
+        return failure and failure.with_traceback(None)

@@ -391,19 +391,26 @@ class TestDisagreement:
         assert "disagree" in message(2, waits_for_nothing)
 
     def test_what_came_before_on_the_communicator_still_ends(self) -> None:
+        def meet(rank: int) -> None:
+            for other in {0, 1} if rank == 2 else {rank}:  # these ranks alone, because all three together are done by now
+                here().comm("gate", [other, 2]).gather_objects(None, "gate")
+
         def fn(rank: int) -> float:
             tensor = torch.ones(1)
             if rank == 2:
-                gate()
+                meet(rank)
             good = channel().all_reduce(tensor, "sum", "good")
             with pytest.raises(WorldError, match="disagree on operation 1"):
                 channel().all_reduce(torch.zeros(1), "sum", f"bad {rank}").wait()
             if rank != 2:
-                gate()
+                meet(rank)
             good.wait()
             with pytest.raises(WorldError, match="disagree on operation 1"):
                 channel().gather_objects(None, "later")
-            assert channel("another").gather_objects(rank, "a") == [0, 1, 2]
+            with pytest.raises(WorldError, match="disagree on operation 1"):
+                channel("another").gather_objects(rank, "as over processes, these ranks are done")
+            if rank < 2:
+                assert here().comm("another", [0, 1]).gather_objects(rank, "a") == [0, 1]
             return tensor.item()
 
         for seed in SEEDS:
@@ -444,18 +451,29 @@ class TestDeadlock:
             simulate(2, fn, seed)
 
     @on_ranks(2)
-    def test_a_rank_may_go_on_after_it(self, rank: int) -> None:
+    def test_no_rank_goes_on_after_it(self, rank: int) -> None:
+        """As over processes, where one rank may have the step that the other has not."""
         if rank == 0:
             work = channel().all_reduce(torch.zeros(1), "sum", "a")
             with pytest.raises(WorldError, match="Deadlock"):
                 work.wait()
-            channel("b").gather_objects(rank, "b")
         else:
             with pytest.raises(WorldError, match="Deadlock"):
                 channel("c").gather_objects(rank, "c")
-            channel("b").gather_objects(rank, "b")
-            channel().all_reduce(torch.zeros(1), "sum", "a").wait()
-        assert channel("d").gather_objects(rank, "d") == [0, 1]
+        for name in ("b", "c", "shard"):
+            with pytest.raises(WorldError, match="Deadlock"):
+                channel(name).gather_objects(rank, name)
+
+    def test_ranks_that_wait_for_one_that_has_returned_hear_that_it_has_ended(self) -> None:
+        def fn(rank: int) -> tuple[int, str] | None:
+            if rank == 1:
+                return None
+            with pytest.raises(PeerFailed, match="Rank 1 finished") as caught:
+                channel("shard").gather_objects(rank, "save")
+            return caught.value.rank, caught.value.reason
+
+        said = (1, "has ended, while this rank waited for it")
+        assert simulate(3, fn) == [said, None, said]
 
     def test_what_nobody_waits_for_is_no_deadlock(self) -> None:
         def fn(rank: int) -> None:
@@ -488,7 +506,28 @@ class TestFailure:
         call = "broadcast('layers.0', 2 x float32, from rank 0), operation 1 of communicator 'shard'"
         for seed in SEEDS:
             told = simulate(2, fn, seed)[0]
-            assert told == f"Rank 1 has abandoned the step in unit 'layers.0': ValueError: no such row. It never called {call}."
+            over = "This step is over here too; start it again on all ranks, or end."
+            why = "rank 1 has abandoned the step, in unit 'layers.0', with ValueError: no such row."
+            assert told == f"{why} {over} Rank 1 never called {call}."
+
+    def test_a_rank_that_waits_hears_of_the_first_failure_also_if_there_was_another_since(self) -> None:
+        def fn(rank: int) -> str | None:
+            channel().gather_objects(rank, "before")
+            if rank == 2:
+                work = channel().broadcast(torch.ones(2), 0, "layers.0")
+                gate()
+                with pytest.raises(PeerFailed) as caught:
+                    work.wait()
+                return caught.value.reason
+            for why in ("first", "second"):
+                channel().abandon("layers.0", ValueError(f"{why} of {rank}"))
+                here().comm("shard", [0, 1]).gather_objects(None, "another")
+                channel()._follow_epoch()
+            gate()
+            return None
+
+        for seed in SEEDS:
+            assert simulate(3, fn, seed)[2] == "ValueError: first of 0"
 
     def test_the_original_exception_is_raised_with_a_note(self) -> None:
         failure = KeyError("boom")

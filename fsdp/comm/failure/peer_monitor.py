@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 from fsdp.comm.failure.desync import TIME_OUT, DesyncDetector, Store
 from fsdp.comm.failure.ended_processes import Neighbours
 from fsdp.comm.failure.joint_waits import JointWaits
-from fsdp.comm.failure.pending_call import OPENS, RESTART_CALL, PendingCall, steps_apart
+from fsdp.comm.failure.pending_call import OPENS, RESTART_CALL, RESTARTED, PendingCall, steps_apart
 from fsdp.comm.failure.unreachable_hosts import Connections
 from fsdp.errors import EVERY_RANK, FEWER_BATCHES, PeerFailed, ShardingError, WorldError
 
@@ -37,6 +37,7 @@ _KILLED: Final = "it was killed"
 _LONGEST: Final = 500
 """Characters of an error that other ranks read."""
 RESTART: Final = "Start the job again from a checkpoint."
+OVER_HERE_TOO: Final = " This step is over here too; start it again on all ranks, or end."
 
 
 class Exit(NamedTuple):
@@ -61,9 +62,7 @@ class Abandonment(NamedTuple):
     """The launches of that one on a device, by communicator."""
 
 
-def abandoned_by(
-    rank: int, unit: str | None, reason: str, remedy: str = " This step is over here too; start it again on all ranks, or end."
-) -> PeerFailed:
+def abandoned_by(rank: int, unit: str | None, reason: str, remedy: str = OVER_HERE_TOO) -> PeerFailed:
     if reason.startswith(_GONE):  # another rank has found that
         return PeerFailed(f"rank {rank} {reason}. {RESTART}", rank, unit, reason)
     if reason.startswith(_ABSENT):
@@ -407,8 +406,7 @@ class PeerMonitor:
 
     def report_restart(self, rank: int) -> NoReturn:
         """Raise PeerFailed: `rank` has started another forward while this rank waited for it."""
-        name, reason = self.ranks[rank], f"a {RESTART_CALL}, which failed outside the model or was left out there"
-        raise abandoned_by(name, None, reason)
+        raise abandoned_by(self.ranks[rank], None, RESTARTED)
 
     def _ended_ranks(self) -> list[int]:
         """The other ranks that have ended."""

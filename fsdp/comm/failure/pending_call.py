@@ -10,6 +10,8 @@ from fsdp.errors import FEWER_BATCHES, NO_SYNC, UNEVEN_PATHS, name_ranks
 
 RESTART_CALL: Final = "forward before the backward of its last one"
 """A call that is not a collective: see desync.py, the note on steps that fail where no hook fires."""
+RESTARTED: Final = f"a {RESTART_CALL}, which failed outside the model or was left out there"
+"""Why the others abandon the step of a rank that makes it."""
 OPENS: Final = "fully_shard"
 """The call that is no collective: a rank is about to connect to the others."""
 OBJECTS: Final = "gather_objects"

@@ -1,5 +1,6 @@
 """Steps that fail: what happens is what docs/reference/failures.md says."""
 
+import gc
 import os
 from functools import partial
 from pathlib import Path
@@ -109,3 +110,37 @@ def train_after_an_error_in_the_loss(rank: int, size: int, folder: Path) -> list
 @pytest.mark.gloo
 def test_the_steps_after_a_step_done_again_go_on(tmp_path: Path) -> None:
     assert results_of(train_after_an_error_in_the_loss, 2, tmp_path) == [["PeerFailed"], ["ValueError"]]
+
+
+def test_the_steps_after_a_step_done_again_go_on_in_the_simulated_world(tmp_path: Path) -> None:
+    for seed in range(5):
+        found = fsdp.simulate(2, lambda rank: train_after_an_error_in_the_loss(rank, 2, tmp_path), seed)
+        assert found == [["PeerFailed"], ["ValueError"]]
+
+
+def test_a_rank_that_fails_twice_in_the_loss_is_not_told_of_itself() -> None:
+    """Also while no garbage is collected: the first failure must not keep the graph of the second attempt."""
+
+    def fn(rank: int) -> list[str]:
+        found = list[str]()
+        model = fsdp.fully_shard(nn.Sequential(*(nn.Linear(8, 8) for _ in range(2))), auto_wrap_policy={nn.Linear})
+
+        def attempt() -> None:
+            loss = model(torch.ones(2, 8)).sum()
+            if rank == 1 and len(found) < 2:
+                raise ValueError
+            loss.backward()
+
+        while len(found) < 3:
+            try:
+                attempt()
+                found.append("done")
+            except (ValueError, fsdp.WorldError) as error:
+                found.append(type(error).__name__)
+        return found
+
+    gc.disable()
+    try:
+        assert fsdp.simulate(2, fn) == [["PeerFailed", "PeerFailed", "done"], ["ValueError", "ValueError", "done"]]
+    finally:
+        gc.enable()
