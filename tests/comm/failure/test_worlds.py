@@ -1,0 +1,197 @@
+"""After a failure, simulated ranks say and compute step by step what processes over gloo do."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp
+from tests.support.everything import EVERYTHING
+from tests.support.processes import results_of
+from tests.support.stalls import look_soon
+
+PLACES: Final = (
+    *("data", "root", "unit", "output", "loss", "module hook", "parameter hook", "accumulate hook", "comm hook"),
+    *("end of backward", "recompute", "no_sync", "evaluation", "norm", "summon", "save", "state dict", "step"),
+)
+"""Where a rank fails, in the order in which a step comes there."""
+RANKS: Final[dict[str, Callable[[str], tuple[str, str]]]] = {
+    "first": lambda place: (place, ""),
+    "last": lambda place: ("", place),
+    "both": lambda place: (place, place),
+    "unit": lambda place: (place, "unit"),
+    "loss": lambda place: (place, "loss"),
+}
+"""Where the two ranks fail."""
+AFTER: Final = ("again", "next batch", "next batch without zero_grad", "fails twice", "from a checkpoint")
+"""What a rank does when it has caught an error. The last two do the same step again."""
+ALL: Final = [(place, ranks, after) for place in PLACES for ranks in RANKS for after in AFTER]
+CASES: Final = ALL if EVERYTHING else ALL[::13]
+STEPS: Final = 4
+
+
+class Mine(Exception):
+    """What a rank raises."""
+
+
+class Block(nn.Module):
+    def __init__(self, at: Callable[..., None]) -> None:
+        super().__init__()
+        self.up, self.down, self.at = nn.Linear(4, 4), nn.Linear(4, 4), at
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.at("unit")
+        x = torch.tanh(self.up(x))
+        if torch._C._current_graph_task_id() != -1:
+            self.at("recompute")
+        return self.down(x)
+
+
+class Net(nn.Module):
+    def __init__(self, at: Callable[..., None], replays: bool) -> None:
+        super().__init__()
+        self.enter, self.block, self.leave, self.at, self.replays = nn.Linear(4, 4), Block(at), nn.Linear(4, 2), at, replays
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.at("root")
+        x = self.enter(x)
+        return self.leave(checkpoint(self.block, x, use_reentrant=False) if self.replays else self.block(x))
+
+
+def play(case: tuple[str, str, str], folder: Path, group: Any, rank: int) -> list[Any]:
+    """What one rank has heard and computed in each attempt, and the weights at the end."""
+    place, ranks, after = case
+    mine, times = RANKS[ranks](place)[rank], 0
+
+    def is_due(here: str) -> bool:
+        nonlocal times
+        due = here == mine and times > 0
+        times -= due
+        return due
+
+    def at(here: str, *_: Any) -> None:
+        if is_due(here):
+            raise Mine(f"{here} of rank {rank}")
+
+    def hook(state: None, bucket: Any) -> Any:
+        at("comm hook")
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer().chunk(2)[rank] * 1.0)
+        return future
+
+    torch.manual_seed(0)
+    net = Net(at, replays=place == "recompute")
+    model = fsdp.FullyShardedDataParallel(net, auto_wrap_policy={Block}, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    net.block.up.register_full_backward_hook(partial(at, "module hook"))
+    optimizer.register_step_pre_hook(partial(at, "step"))
+    if place == "comm hook":
+        fsdp.register_comm_hook(model, None, hook)
+    if place == "parameter hook":
+        net.block.up.weight.register_hook(partial(at, place))
+    if place == "accumulate hook":
+        net.leave.bias.register_post_accumulate_grad_hook(partial(at, place))
+
+    queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+    def forward_and_backward(x: Tensor) -> float:
+        output = model(x)
+        output.register_hook(partial(at, "output"))
+        loss = output.square().mean()
+        at("loss")
+        loss.register_hook(lambda gradient: queue_callback(partial(at, "end of backward")))
+        loss.backward()
+        return loss.item()
+
+    def step(number: int) -> float:
+        at("data")
+        x = torch.linspace(-1, 1, 12).view(3, 4) + rank + 0.1 * number
+        if place == "no_sync":
+            with fsdp.no_sync(model):
+                forward_and_backward(-x)
+            at(place)
+        loss = forward_and_backward(x)
+        for one in ("evaluation", "norm", "state dict"):
+            at(one)
+        if place == "evaluation":
+            with torch.no_grad():
+                model(x)
+        if place == "norm":
+            fsdp.clip_grad_norm_(model, 0.1)
+        if place == "summon":
+            with fsdp.summon_full_params(model):
+                at(place)
+        if place == "state dict":
+            fsdp.full_state_dict(model)
+        if place == "save":
+            fsdp.save(folder / f"step {number}", model, extra={"x": 1 if not is_due(place) else object()})
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def attempt(function: Callable[[], Any]) -> bool:
+        try:
+            log.append(function())
+        except (Mine, fsdp.ShardingError, fsdp.WorldError) as error:
+            log.append((type(error).__name__, *said(error)))
+            error.__traceback__ = None  # its frames have the graph
+            return False
+        return True
+
+    log: list[Any] = []
+    number = fatal = 0
+    while number < STEPS and fatal < 2:
+        if len(log) == 1:
+            times = 2 if after == "fails twice" else 1
+        done = attempt(partial(step, number))
+        fatal += not done and log[-1][0] == "WorldError"
+        number += done or after.startswith("next")
+        if not done and after == "next batch":
+            optimizer.zero_grad()
+        if not done and after == "from a checkpoint":
+            attempt(lambda: fsdp.save(folder / "all", model, optimizer) and None)
+            attempt(lambda: fsdp.load(folder / "all", model, optimizer) and None)
+    if fatal < 2:
+        attempt(lambda: [weight.tolist() for weight in fsdp.full_state_dict(model).values()])
+    return log
+
+
+def said(error: Exception) -> tuple[Any, ...]:
+    """What an error says in both worlds."""
+    if isinstance(error, fsdp.PeerFailed):
+        return error.rank, error.unit, error.reason, str(error).partition(" Rank ")[0]
+    text = re.sub(r"/\S+/", "", str(error))
+    if not isinstance(error, fsdp.WorldError) or "a step apart" in text:
+        return (text,)
+    # a process may wait in a call that a simulated rank has launched, and then in another one
+    return ("The ranks differ.", *re.findall("Only rank . made a forward without gradients", text))
+
+
+def in_processes(rank: int, size: int, folder: Path) -> list[list[Any]]:
+    """The cases one after the other, each with a group of its own."""
+    look_soon()
+    found = []
+    for number, case in enumerate(CASES):
+        group = dist.new_group()
+        found.append(play(case, folder / f"case {number}", group, rank))
+        dist.barrier()
+        dist.destroy_process_group(group)
+    return found
+
+
+@pytest.mark.gloo
+def test_simulated_ranks_say_and_compute_what_processes_do(tmp_path: Path) -> None:
+    over_gloo = zip(*results_of(in_processes, 2, tmp_path, seconds=1200 if EVERYTHING else 240), strict=True)
+    different = []
+    for case, processes in zip(CASES, over_gloo, strict=True):
+        simulated = fsdp.simulate(2, partial(play, case, tmp_path / f"simulated {len(different)} {case}", None))
+        if simulated != [*processes]:
+            different.append((case, simulated, processes))
+    assert not different, different[0]
