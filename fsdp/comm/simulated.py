@@ -488,7 +488,7 @@ class _World:
         return self._reason(operation) is not None or self._missing(operation) is not None
 
     def _end_waits(self, live: Sequence[SimulatedRank]) -> None:
-        """Every rank waits: tell those that wait for one that has returned or begun another forward. Else nobody can go on."""
+        """Every rank waits: who waits for one that has returned or begun another forward gets an error. Else nobody can go on."""
         deadlock = self._deadlock()
         waits = [one.waits_for for one in live if one.waits_for is not None]
         for operation in waits:

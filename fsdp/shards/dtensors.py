@@ -172,7 +172,7 @@ def dim_of(name: str, parameter: Tensor, placement: Any) -> int:
 
 
 @cache
-def _watch_steps() -> None:
+def _hook_steps() -> None:
     """Let optimizers count their steps as changes of DTensors, and refuse parameters in whose places DTensors are trained."""
     register_optimizer_step_pre_hook(uncompiled(_refuse_replaced))
     register_optimizer_step_post_hook(uncompiled(_count_step))
@@ -244,7 +244,7 @@ def part_of(
 
 def is_replaced(parameter: nn.Parameter, cause: str) -> None:
     """From now on, refuse steps of optimizers that have `parameter`. `cause`: the sentence after the name of the optimizer."""
-    _watch_steps()
+    _hook_steps()
     parameter.__dict__[REPLACED] = cause
 
 
@@ -253,7 +253,7 @@ def replace_by_dtensor(original: nn.Parameter, shard: Tensor, former: nn.Paramet
 
     `former`: a parameter that was made so before; it becomes the new one, and keeps its own attributes and hooks.
     """
-    _watch_steps()
+    _hook_steps()
     if former is not None:
         _become(former, as_parameter(shard, former.requires_grad))
         return former

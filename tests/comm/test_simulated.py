@@ -464,7 +464,7 @@ class TestDeadlock:
             with pytest.raises(WorldError, match="Deadlock"):
                 channel(name).gather_objects(rank, name)
 
-    def test_ranks_that_wait_for_one_that_has_returned_hear_that_it_has_ended(self) -> None:
+    def test_ranks_that_wait_for_one_that_has_returned_get_an_error_which_says_so(self) -> None:
         def fn(rank: int) -> tuple[int, str] | None:
             if rank == 1:
                 return None
@@ -510,7 +510,7 @@ class TestFailure:
             why = "rank 1 has abandoned the step, in unit 'layers.0', with ValueError: no such row."
             assert told == f"{why} {over} Rank 1 never called {call}."
 
-    def test_a_rank_that_waits_hears_of_the_first_failure_also_if_there_was_another_since(self) -> None:
+    def test_a_rank_that_waits_gets_the_first_failure_also_if_there_was_another_since(self) -> None:
         def fn(rank: int) -> str | None:
             channel().gather_objects(rank, "before")
             if rank == 2:

@@ -118,7 +118,7 @@ def test_the_steps_after_a_step_done_again_go_on_in_the_simulated_world(tmp_path
         assert found == [["PeerFailed"], ["ValueError"]]
 
 
-def test_a_rank_that_fails_twice_in_the_loss_is_not_told_of_itself() -> None:
+def test_a_rank_that_fails_twice_in_the_loss_gets_no_error_about_itself() -> None:
     """Also while no garbage is collected: the first failure must not keep the graph of the second attempt."""
 
     def fn(rank: int) -> list[str]:
