@@ -156,7 +156,7 @@ def hand_over(optimizers: Iterable[Optimizer], successors: Mapping[Any, Successo
     An optimizer of which some state cannot be cut keeps all its parameters. Its step is refused, see `is_replaced`.
     """
     for optimizer in optimizers:
-        lists = [group["params"] for group in optimizer.param_groups]
+        lists = [group["params"] for group in vars(optimizer).get("param_groups", ())]  # one around another has none itself
         former = [one for parameters in lists for one in parameters if one in successors]
         parts = {one: _parts_for(successors[one], optimizer.state[one]) for one in former if one in optimizer.state}
         if any([part is None for kept in parts.values() for part in kept.values()]):

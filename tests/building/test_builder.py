@@ -287,6 +287,21 @@ def test_parameters_that_dtensors_replace_are_freed_unit_by_unit(rank: int) -> N
     assert most == 1
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one, which has the groups and the state."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+
+@on_ranks(2)
+def test_optimizers_around_others_train_what_replaces_parameters(rank: int) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = Around(torch.optim.SGD(model.parameters(), lr=0.1))
+    fsdp.fully_shard(model, dtensors=True)
+    assert [*map(id, optimizer.inner.param_groups[0]["params"])] == [*map(id, model.parameters())]
+
+
 def _replace(module: nn.Module) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(torch.zeros_like(parameter)))
