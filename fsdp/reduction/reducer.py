@@ -170,7 +170,7 @@ class Reducer:
         # a rank that left a unit out may not know what was accumulated: ranks that go different ways ask about every bucket
         self._trained = [bucket.begin() or self.meeting is not None for bucket in self.buckets]
         """For each bucket, whether it is reduced. One that is frozen now may be thawed before its unit is done."""
-        self.order.arrivals = []
+        self.order.arrivals.clear()
         if self.order.trained != tuple(self._trained):
             self.order.train(tuple(self._trained))
             self._make_groups()

@@ -153,12 +153,11 @@ class Passes:
 
     def _meet_after_failure(self) -> None:
         """Learn whether a step was abandoned since the last pass, here or on another rank."""
-        engine, pending = self.engine, self.engine.pending_backward
-        abandoned = pending.was_abandoned()
-        if (restart := pending.announce_restart(self._units[0].name)) is not None:
+        engine = self.engine
+        abandoned = engine.pending_backward.was_abandoned()
+        if (restart := engine.pending_backward.announce_restart(self._units[0].name)) is not None:
             engine.abandon_step(restart, 0)
-            abandoned = pending.was_abandoned()  # just now by this rank: its peers forget in this step
-        if abandoned:
+        if engine.pending_backward.was_abandoned() or abandoned:  # also just now by this rank: its peers forget in this step
             self._path.forget()
         if engine.comms.across is not None:
             # a rank of another dimension may still be in a step that was abandoned

@@ -3,6 +3,7 @@
 docs/reference/optimizers.md lists the packages that were tried. None of them need be installed here.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -304,3 +305,55 @@ def test_functions_that_are_compiled_and_leave_their_graph_at_shards_are_right()
 
     one = row(update)
     assert_right(one, fsdp.simulate(2, lambda rank: outcome(one, rank)), 2)
+
+
+class Summing(torch.optim.Optimizer):
+    """Keeps one tensor as the state of a parameter, not a dict."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = self.state.get(p, 0) + p.grad
+            p.sub_(self.state[p], alpha=0.1)
+
+
+NO_DICT: Final = "Summing keeps a (Shard)?Tensor as its state of 'weight', not a dict, so it cannot be cut, saved or loaded"
+MADE_BEFORE: Final = "Summing was made before the module was wrapped with DTensors"
+
+
+@pytest.mark.parametrize(
+    "keywords", [{}, {"dtensors": True}, {"sharding_strategy": "NO_SHARD"}], ids=["ours", "dtensors", "whole"]
+)
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+def test_state_that_is_no_dict_trains_as_one_process_or_is_refused(keywords: dict[str, Any], before: bool) -> None:
+    def fn(rank: int) -> Any:
+        torch.manual_seed(0)
+        model, data = nn.Linear(3, 4), torch.rand(3, 5, 3)
+        optimizer = Summing(model.parameters(), {})
+
+        def step(x: Tensor) -> None:
+            model(x).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if before:
+            step(data[0])
+        if rank >= 0:
+            fsdp.fully_shard(model, **keywords)
+        if not before:
+            optimizer = Summing(model.parameters(), {})
+            step(data[0])
+        try:
+            step(data[1])
+            if rank >= 0:
+                fsdp.fully_shard(nn.Linear(2, 2))  # the state is compared again after any cut
+            step(data[2])
+        except fsdp.ShardingError as error:
+            return str(error)
+        return fsdp.full_state_dict(model) if rank >= 0 else dict(model.state_dict())
+
+    results = fsdp.simulate(2, fn)
+    if refused := NO_DICT if not keywords else MADE_BEFORE if before and "dtensors" in keywords else "":
+        assert all(re.match(refused, result) for result in results), results
+    else:
+        torch.testing.assert_close(results[0], fn(-1))
