@@ -6,9 +6,12 @@ from typing import Any
 import plan
 import pytest
 
+from fsdp.commands.planning import measure
+
 
 def test_it_writes_an_estimate_beside_every_step(report_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "processor_time", lambda: 1.0)
+    monkeypatch.setattr(measure, "SIDE", 128)
     tiny = ("--blocks", "2", "--width", "128", "--milliseconds", "4", "--repeats", "2", "--loads", "0.25")
     report = report_of(plan, *tiny)
     assert [line["case"] for line in report["lines"]] == [*plan.CASES]

@@ -16,6 +16,7 @@ from tests.support.processes import results_of
 
 def measured(rank: int, size: int, folder: Path) -> Any:
     """The links of two processes over gloo, and a plan with them."""
+    measure.SIDE = 128  # type: ignore[misc]
     found = fsdp.measure_links()
     case = MODELS["GPT"]
     plan = fsdp.plan(case.build, 4, inputs=case.inputs, checkpointing=[False], strategies=["FULL_SHARD"], **found)

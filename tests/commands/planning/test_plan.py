@@ -304,7 +304,10 @@ def test_the_command_writes_a_table_json_and_a_page(
     page = (tmp_path / "plan.html").read_text()
     assert "/* plotly.js */" in page and "http://" not in page and "https://" not in page
     assert "Peak memory of a rank by kind" in page
-    assert main([*arguments, "--memory", "1MiB", "--max-ranks", "4"]) == 1
+    arguments[1:2] = ["tests.commands.planning.test_plan:small", "--inputs", "tests.commands.rehearsal.models:tokens"]
+    arguments.remove("--length")
+    arguments.remove("64")
+    assert main([*arguments, "--memory", "1KiB", "--max-ranks", "4"]) == 1
     printed = capsys.readouterr().out
     assert "Nothing fits." in printed and "FULL_SHARD, offloaded" in printed and "Up to 4 ranks nothing fits" in printed
 
