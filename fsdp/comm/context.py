@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.failure.desync import is_of_backend
+from fsdp.comm.failure.joint_waits import JointWaits
 from fsdp.comm.failure.peer_monitor import ROUTED
 from fsdp.errors import WorldError
 from fsdp.log import LOG
@@ -113,6 +114,13 @@ class CommContext(NamedTuple):
         """After an abandoned step: wait for the other ranks, and connect to them for the next step."""
         for comm in self.each().values():
             comm.reconnect()
+
+    def find_joint_waits(self) -> None:
+        """From now on, ranks that wait for each other in several groups of these find that out."""
+        joint, monitors = self.joint.monitor, {one for comm in self.each().values() if (one := comm.monitor) is not None}
+        if joint is not None and len(monitors) > 1:
+            for monitor in monitors:
+                monitor.joint_waits = JointWaits(joint, monitors)
 
     def completed(self) -> None:
         """Count a backward that ended without an error."""

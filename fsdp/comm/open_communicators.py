@@ -22,7 +22,6 @@ from fsdp.comm import simulated
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.context import JOINT_NAME, REDUCE_NAME, REPLICA_NAME, SHARD_NAME, WORLD_NAME, CommContext, Lane, lane_name
 from fsdp.comm.dtensor_mesh import is_part
-from fsdp.comm.failure.joint_waits import JointWaits
 from fsdp.comm.failure.peer_monitor import ROUTED, PeerMonitor, at_end
 from fsdp.comm.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
 from fsdp.comm.process_group import FORKED, DeviceCommunicator, GlooCommunicator, ProcessGroupCommunicator
@@ -143,10 +142,6 @@ def open_routed(group: dist.ProcessGroup | None, comms: CommContext) -> tuple[An
     if isinstance(one, RoutedGroup | SimulatedGroup):
         comms = comms._replace(routed=tuple(dict.fromkeys((*comms.routed, one.comm))))
         one.beside.update(comms.each().values())
-        if (joint := comms.joint.monitor) is not None:  # let the ranks of all groups find out that they wait for each other
-            monitors = [comm.monitor for comm in comms.each().values() if comm.monitor is not None]
-            for monitor in monitors:
-                monitor.joint_waits = JointWaits(joint, monitors)
         return one, comms
     peers = comms.joint.monitor
     if isinstance(peers, DevicePeerMonitor) and _carries_on_device(one):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp.debug.error_notes import add_note
-from fsdp.errors import ShardingError, WorldError
+from fsdp.errors import PeerFailed, ShardingError, WorldError
 from fsdp.params.module_tree import ModuleTree
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
@@ -54,7 +54,10 @@ def unit_ref_of(module: nn.Module) -> UnitRef | None:
 
 
 def collective_call(function: F) -> F:
-    """Decorate a function that all ranks call between two steps: a WorldError in it gets the story, as inside a step."""
+    """Decorate a function that all ranks call between two steps: a WorldError in it gets the story, as inside a step.
+
+    If no rank can go on, the ranks of all groups of the model get to know, of which some may wait for this rank alone.
+    """
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -62,7 +65,10 @@ def collective_call(function: F) -> F:
             return function(*args, **kwargs)
         except WorldError as error:
             model = args[0] if args else kwargs["model"]
-            add_note(error, units_in(model, function.__name__)[0].engine.snapshot, 0)
+            engine = units_in(model, function.__name__)[0].engine
+            add_note(error, engine.snapshot, 0)
+            if not isinstance(error, PeerFailed):
+                engine.comms.abandon(engine.units[0].name, error)
             raise
 
     return cast(F, wrapper)

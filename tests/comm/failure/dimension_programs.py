@@ -392,6 +392,36 @@ def crosses(model: Any, mesh: DeviceMesh) -> None:
         dist.all_reduce(torch.ones(1), group=mesh["tp"].get_group())
 
 
+def told_after_a_step(does: Callable[[nn.Module], object]) -> tuple[Told, float]:
+    """What a rank is told that does something else than others after a step with HYBRID_SHARD."""
+    model = fsdp.fully_shard(plain(), mesh=make_mesh(), sharding_strategy="HYBRID_SHARD", auto_wrap_policy={nn.Sequential})
+    model(batch(0, 0)).square().mean().backward()
+    begin = time.monotonic()
+    try:
+        does(model)
+    except RuntimeError as error:
+        return told(error), time.monotonic() - begin
+    raise AssertionError("nobody was told")
+
+
+def evaluates_alone(model: nn.Module) -> None:
+    """Rank 3 waits for rank 2 of its replica in a gather, and the others for rank 3 in a state dict."""
+    if dist.get_rank() == 3:
+        model(batch(0, 0))
+    fsdp.full_state_dict(model)
+
+
+def disagrees_beside(model: nn.Module) -> None:
+    """Rank 1 disagrees with ranks 2 and 3 in a group of all. Afterwards rank 0 waits for rank 1 in a gather."""
+    if dist.get_rank() == 0:
+        time.sleep(2)
+        model(batch(0, 0))
+    elif dist.get_rank() == 1:
+        fsdp.full_state_dict(model)
+    else:
+        fsdp.full_optim_state_dict(model, torch.optim.SGD(model.parameters()))
+
+
 def is_slow() -> list[Told]:
     """One rank computes for longer than ranks wait before they look for a reason."""
     mesh = make_mesh()
@@ -419,6 +449,8 @@ PROGRAMS: Final[dict[str, Callable[[], Any]]] = {
     "disagrees": disagrees,
     "leaves out": leaves_parallel_out,
     "crosses": lambda: told_in_the_third_step(crosses),
+    "evaluates alone": lambda: told_after_a_step(evaluates_alone),
+    "disagrees beside": lambda: told_after_a_step(disagrees_beside),
     "is slow": is_slow,
     "calls another": lambda: told_in_the_third_step(calls_another),
     "killed": lambda: ended(lambda: os.kill(os.getpid(), signal.SIGKILL)),
@@ -428,6 +460,8 @@ PROGRAMS: Final[dict[str, Callable[[], Any]]] = {
 
 ENDING: Final = ("killed", "killed beside", "ends", "stage killed")
 """The programs in which the last rank ends."""
+FOR_GOOD: Final = ("apart", "calls another", "crosses", "evaluates alone", "disagrees beside")
+"""Those after which no rank can go on."""
 
 
 def main() -> None:
@@ -450,7 +484,7 @@ def main() -> None:
     end = time.monotonic() + 20
     while not all((folder / f"{one}.done").exists() for one in waits_for) and time.monotonic() < end:
         time.sleep(0.05)  # its end is not to be what the others notice
-    if not any(name in found for name in (*ENDING, "apart", "calls another", "crosses")):
+    if not any(name in found for name in (*ENDING, *FOR_GOOD)):
         dist.barrier()
         dist.destroy_process_group()
 

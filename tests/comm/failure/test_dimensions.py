@@ -200,6 +200,26 @@ def test_ranks_that_wait_for_each_other_across_dimensions_are_named_by_all(tmp_p
 
 
 @pytest.mark.gloo
+def test_ranks_that_wait_for_each_other_across_replicas_are_named_by_all(tmp_path: Path) -> None:
+    for one in run(tmp_path, "evaluates alone"):
+        found, seconds = one["evaluates alone"]
+        assert found.kind == "WorldError" and found.text.startswith("Deadlock: nobody can go on.")
+        for rank in range(3):
+            assert re.search(rf"Rank {rank} waits for [^.]*'world', which rank 3 did not call", found.text)
+        assert re.search(r"Rank 3 waits for all_gather\('0', [^.]*'shard', which rank 2 did not call", found.text)
+        assert seconds < 5
+
+
+@pytest.mark.gloo
+def test_a_rank_that_waits_for_one_that_disagrees_with_others_gets_their_error(tmp_path: Path) -> None:
+    for one in run(tmp_path, "disagrees beside"):
+        found, seconds = one["disagrees beside"]
+        assert found.kind == "WorldError"
+        assert re.match(r"The ranks disagree on [^:]*'world': rank 1 called gather_objects\('full_state_dict'\)", found.text)
+        assert seconds < 5
+
+
+@pytest.mark.gloo
 def test_ranks_that_may_be_a_step_apart_do_not_go_on(tmp_path: Path) -> None:
     """Those of one coordinate of tensor parallelism have completed a backward that failed on one of another."""
     for rank, one in enumerate(run(tmp_path, "apart")):
