@@ -74,7 +74,7 @@ class PipelineStage(pipelining.PipelineStage):
         for engine in self._engines():
             group, comms = open_routed(group, engine.comms)
             engine.comms = comms
-            comms.find_joint_waits()
+            comms.join_groups()
         self._group = group
 
     def _engines(self) -> Iterable[Engine]:

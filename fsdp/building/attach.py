@@ -46,7 +46,7 @@ def attach(
     tracker = MemoryTracker()
     inner = dict.fromkeys(flat.comms for unit in units for flat in unit.flats if not flat.comms.same_ranks_as(comms))
     comms = comms._replace(inner=tuple(inner))
-    comms.find_joint_waits()
+    comms.join_groups()
     for unit in units:
         unit.join(comms, streams, tracker, device, torch.device("cpu") if offloads else device)
     engine = Engine(units, descendants, comms, streams, tracker)

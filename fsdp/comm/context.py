@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.failure.desync import is_of_backend
-from fsdp.comm.failure.joint_waits import JointWaits
+from fsdp.comm.failure.joint_groups import JointGroups
 from fsdp.comm.failure.peer_monitor import ROUTED
 from fsdp.errors import WorldError
 from fsdp.log import LOG
@@ -115,12 +115,12 @@ class CommContext(NamedTuple):
         for comm in self.each().values():
             comm.reconnect()
 
-    def find_joint_waits(self) -> None:
+    def join_groups(self) -> None:
         """From now on, ranks that wait for each other in several groups of these find that out."""
         joint, monitors = self.joint.monitor, {one for comm in self.each().values() if (one := comm.monitor) is not None}
         if joint is not None and len(monitors) > 1:
             for monitor in monitors:
-                monitor.joint_waits = JointWaits(joint, monitors)
+                monitor.joint_groups = JointGroups(joint, monitors)
 
     def completed(self) -> None:
         """Count a backward that ended without an error."""

@@ -1,6 +1,6 @@
 """Failed, stopped and disagreeing ranks: how the other ranks find out, and which errors they raise.
 
-Start with peer_monitor.py; desync.py compares the collectives that ranks wait for, joint_waits.py across groups; watchdog.py ends
+Start with peer_monitor.py; desync.py compares the collectives that ranks wait for, joint_groups.py across groups; watchdog.py ends
 waits on a device; unreachable_hosts.py finds hosts that do not answer.
 May use: errors, log. It works with stores, threads, sockets and processes.
 Must not: read or write a tensor of training.

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from fsdp.comm.failure.desync import TIME_OUT, DesyncDetector, Store
 from fsdp.comm.failure.ended_processes import Neighbours
-from fsdp.comm.failure.joint_waits import JointWaits
+from fsdp.comm.failure.joint_groups import JointGroups
 from fsdp.comm.failure.pending_call import OPENS, RESTART_CALL, RESTARTED, PendingCall, steps_apart
 from fsdp.comm.failure.unreachable_hosts import Connections
 from fsdp.errors import EVERY_RANK, FEWER_BATCHES, PeerFailed, ShardingError, WorldError
@@ -145,7 +145,7 @@ class PeerMonitor:
         """This rank in this group."""
         self.group = ""
         """The name of the group, which no other group has."""
-        self.joint_waits: JointWaits | None = None
+        self.joint_groups: JointGroups | None = None
         """What ranks of several groups wait for, if a model lies on several."""
         self._comms: list[str] = []
         """The names of the communicators."""
@@ -397,12 +397,12 @@ class PeerMonitor:
 
     def find_joint_deadlock(self, pending: PendingCall) -> str | None:
         """Return the error if the ranks of several groups wait for each other; `pending`: the call that this rank waits for."""
-        return None if self.joint_waits is None else self.joint_waits.find_deadlock(self, pending)
+        return None if self.joint_groups is None else self.joint_groups.find_deadlock(self, pending)
 
     def end_joint_wait(self) -> None:
         """This rank waits no longer."""
-        if self.joint_waits is not None:
-            self.joint_waits.clear()
+        if self.joint_groups is not None:
+            self.joint_groups.clear()
 
     def report_restart(self, rank: int) -> NoReturn:
         """Raise PeerFailed: `rank` has started another forward while this rank waited for it."""

@@ -23,7 +23,7 @@ class Monitor(Protocol):
     ranks: tuple[int, ...]
 
 
-class JointWaits:
+class JointGroups:
     """The calls for which ranks of several groups wait."""
 
     def __init__(self, joint: Monitor, monitors: Iterable[Monitor]) -> None:
