@@ -116,9 +116,9 @@ class CommContext(NamedTuple):
             comm.reconnect()
 
     def join_groups(self) -> None:
-        """From now on, ranks that wait for each other in several groups of these find that out."""
-        joint, monitors = self.joint.monitor, {one for comm in self.each().values() if (one := comm.monitor) is not None}
-        if joint is not None and len(monitors) > 1:
+        """From now on, what one of these groups waits for is known in the others: see joint_groups.py."""
+        monitors = dict.fromkeys(comm.monitor for comm in self.each().values() if comm.monitor is not None)
+        if (joint := self.joint.monitor) is not None and len(monitors) > 1:
             for monitor in monitors:
                 monitor.joint_groups = JointGroups(joint, monitors)
 

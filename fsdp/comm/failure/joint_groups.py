@@ -1,4 +1,7 @@
-"""Finds ranks that wait for each other across groups, such as those of data and of tensor parallelism.
+"""The groups of one model together, such as those of shards and of replicas, or of data and of tensor parallelism.
+
+A rank that waits in one group may be awaited in another. So after an abandoned step, each rank reconnects its groups in the same
+order.
 
 A group sees only the calls of its own ranks. So a rank that has waited long, and found no reason in its group, also publishes its
 call for all ranks that have a part of the model, with the number of calls it has made in each of its groups. If all of them have
@@ -21,22 +24,31 @@ class Monitor(Protocol):
     detector: DesyncDetector
     group: str
     ranks: tuple[int, ...]
+    down: bool
+
+    def reconnect_alone(self) -> None: ...
 
 
 class JointGroups:
-    """The calls for which ranks of several groups wait."""
+    """The groups that have a part of one model on this rank."""
 
     def __init__(self, joint: Monitor, monitors: Iterable[Monitor]) -> None:
-        """`joint`: the monitor of all ranks. `monitors`: those of this rank's groups among them."""
+        """`joint`: the monitor of all ranks. `monitors`: those of this rank's groups, in an order that all ranks have."""
         self._joint = weakref.ref(joint)
-        self._monitors = weakref.WeakSet(one for one in monitors if {*one.ranks} <= {*joint.ranks})
+        self._monitors = [weakref.ref(one) for one in monitors]
+
+    @property
+    def monitors(self) -> list[Monitor]:
+        """Those of this rank's groups that have not been destroyed, in the order in which they reconnect."""
+        return [one for reference in self._monitors if (one := reference()) is not None]
 
     def find_deadlock(self, monitor: Monitor, pending: PendingCall) -> str | None:
         """Publish the call that this rank waits for in the group of `monitor`; return the error if nobody can go on."""
         joint = self._joint()
-        if joint is None or monitor not in self._monitors:
+        among = [one for one in self.monitors if joint is not None and {*one.ranks} <= {*joint.ranks}]
+        if joint is None or monitor not in among:
             return None
-        launched = {f"{one.group}/{comm}": count for one in self._monitors for comm, count in one.detector.launched().items()}
+        launched = {f"{one.group}/{comm}": count for one in among for comm, count in one.detector.launched().items()}
         name = f"{monitor.group}/{pending.comm}"
         key = pending.key and f"{monitor.group}/{pending.key}"
         mine = json.dumps(pending._replace(comm=name, key=key, launched=launched))

@@ -293,6 +293,12 @@ class PeerMonitor:
         self._tcp.wait_until_closed(CLOSING)
 
     def reconnect(self) -> None:
+        """After an abandoned step, connect in all groups of the model, in one order on all ranks. See `reconnect_alone`."""
+        for one in [self] if self.joint_groups is None else self.joint_groups.monitors:
+            if one is self or one.down:
+                one.reconnect_alone()
+
+    def reconnect_alone(self) -> None:
         """Wait until every rank has abandoned the step, and connect to all.
 
         Raises:

@@ -138,14 +138,14 @@ class DevicePeerMonitor(PeerMonitor):
         if self._aborted is None:
             self.pending_error = None  # it was about the step that is abandoned here
 
-    def reconnect(self) -> None:
+    def reconnect_alone(self) -> None:
         pending, self.pending_error = self.pending_error, None
         if pending is not None and (pending.epoch is None or (pending.epoch == self._epoch and not self.down)):
             raise pending.error
         if self._aborted is not None:
             raise WorldError(self._aborted)
         if self.down:
-            super().reconnect()
+            super().reconnect_alone()
 
     def close(self) -> None:
         self._unwatched = True

@@ -392,6 +392,23 @@ def crosses(model: Any, mesh: DeviceMesh) -> None:
         dist.all_reduce(torch.ones(1), group=mesh["tp"].get_group())
 
 
+def fails_twice() -> list[tuple[Told, float]]:
+    """What each rank is told, and after how long, if rank 2 fails twice before the ranks meet in the group of all."""
+    model = fsdp.fully_shard(plain(), mesh=make_mesh(), sharding_strategy="HYBRID_SHARD", auto_wrap_policy={nn.Sequential})
+    found: list[tuple[Told, float]] = []
+    while True:
+        begin = time.monotonic()
+        try:
+            loss = model(batch(0, 0)).square().mean()
+            if dist.get_rank() == 2 and len(found) < 2:
+                loss.register_hook(lambda gradient: torch.autograd.Variable._execution_engine.queue_callback(fail))
+            loss.backward()
+        except (Mine, fsdp.WorldError) as error:
+            found.append((told(error), time.monotonic() - begin))
+        else:
+            return found
+
+
 def told_after_a_step(does: Callable[[nn.Module], object]) -> tuple[Told, float]:
     """What a rank is told that does something else than others after a step with HYBRID_SHARD."""
     model = fsdp.fully_shard(plain(), mesh=make_mesh(), sharding_strategy="HYBRID_SHARD", auto_wrap_policy={nn.Sequential})
@@ -449,6 +466,7 @@ PROGRAMS: Final[dict[str, Callable[[], Any]]] = {
     "disagrees": disagrees,
     "leaves out": leaves_parallel_out,
     "crosses": lambda: told_in_the_third_step(crosses),
+    "fails twice": fails_twice,
     "evaluates alone": lambda: told_after_a_step(evaluates_alone),
     "disagrees beside": lambda: told_after_a_step(disagrees_beside),
     "is slow": is_slow,
