@@ -116,6 +116,7 @@ class ForwardHooks(RefuseCopy):
         if self._calls and not call.path.recompute and self._is_nested(call):
             call.nest_in(self._calls[-1])
         self._calls.append(call)
+        call.arguments = args, kwargs
         if self._engine.reducer.runs_grad_hooks:
             self._engine.refuse_in_grad_hook(f"a forward of unit {self._unit.name!r}")
         if not call.nested:  # a nested call is a part of the call around it
@@ -241,6 +242,8 @@ class ForwardHooks(RefuseCopy):
         is_one = isinstance(output, Tensor) and forward_ad._current_level < 0
         returned = [output] if is_one else with_tangents(list(tensors_in(output)))
         left = self._side_outputs.attributes()
+        if call.records:
+            left += [tensor for tensor in grad_inputs(*call.arguments) if call.has_made(tensor)]
         for tensor in (*returned, *left):
             if storage_key(tensor) in keys:
                 raise ShardingError(

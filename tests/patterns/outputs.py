@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.patterns.harness import Run, Yields, pattern
-from tests.patterns.modules import WIDTH, Block, Net, loss_of, passes, sgd, steps, steps_of_two, train
+from tests.patterns.modules import WIDTH, Block, Net, loss_of, passes, sgd, sgd_steps, steps, steps_of_two, train
 
 
 class Pair(NamedTuple):
@@ -127,6 +127,62 @@ def _(run: Run) -> Yields:
     cache = Cache()
     model(run.data(0, 2, WIDTH), cache)
     loss_of(cache.kept[0]).backward()
+    yield
+
+
+class Edits(Block):
+    """Returns nothing: what it computes is in the list that it was given."""
+
+    def forward(self, values: list[Tensor]) -> None:
+        values[0] = super().forward(values[0])
+
+
+class OfEdits(Net):
+    def __init__(self) -> None:
+        super().__init__(block=Edits)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = [self.enter(x)]
+        for block in self.blocks:
+            block(values)
+        return self.head(values[0])
+
+
+@pattern(
+    "a list that units edit, returning nothing",
+    "the only way into a unit is through what it was given, and its weights are released before the backward",
+    **steps(2),
+)
+def _(run: Run) -> Yields:
+    yield from sgd_steps(run, run.shard(OfEdits(), {Edits}), 2)
+
+
+class Adds(Block):
+    """Adds a balancing loss in place to a tensor that it was given."""
+
+    def forward(self, x: Tensor, balance: Tensor) -> Tensor:
+        balance.add_(self.linear(x).square().mean())
+        return super().forward(x)
+
+
+@pattern(
+    "a tensor to which units add a loss in place, and nothing else in the loss",
+    "as above: the tensor has the node of the last unit that changed it",
+    gathers=3 + 2,
+    reductions=3,
+    cost="one forward; the backward comes through the root's own unit and both blocks",
+)
+def _(run: Run) -> Yields:
+    class OfAdds(Net):
+        def forward(self, x: Tensor, balance: Tensor) -> Tensor:
+            x = self.enter(x)
+            for block in self.blocks:
+                x = block(x, balance)
+            return self.head(x)
+
+    model, balance = run.shard(OfAdds(block=Adds), {Adds}), torch.zeros(())
+    model(run.data(0, 2, WIDTH), balance)
+    balance.backward()
     yield
 
 
