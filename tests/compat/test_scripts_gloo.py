@@ -213,6 +213,17 @@ def adapters_alone_from_rank_0() -> list[Any]:
     return values_of(model)
 
 
+def instance_by_instance() -> list[Any]:
+    """verl: an inner instance is summoned by itself; torch takes it for outermost then, so it is told that it is not."""
+    model = by_fsdp1()
+    inner = model[0]
+    with torch_fsdp.FullyShardedDataParallel.summon_full_params(inner, writeback=False):
+        seen = [value.detach().clone() for value in inner.parameters()]
+    inner._is_root = False
+    step(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    return [*seen, model.check_is_root(), inner.check_is_root(), *values_of(model)]
+
+
 BY_FSDP1: Final[dict[str, Callable[[], list[Any]]]] = {
     one.__name__: one
     for one in (
@@ -221,6 +232,7 @@ BY_FSDP1: Final[dict[str, Callable[[], list[Any]]]] = {
         optimizer_whose_states_torch_patches,
         adapters_alone,
         adapters_alone_from_rank_0,
+        instance_by_instance,
     )
 }
 

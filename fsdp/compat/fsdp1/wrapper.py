@@ -185,6 +185,10 @@ class FullyShardedDataParallel(InstanceState):
     def _is_root(self) -> bool:
         return self._unit_ref is not None and self._unit_ref.index == 0
 
+    @_is_root.setter
+    def _is_root(self, value: bool | None) -> None:
+        """Do nothing. Scripts undo by it that torch takes an instance for outermost after it was summoned by itself."""
+
     @property
     def _has_params(self) -> bool:
         return self._unit_ref is not None and bool(self._unit_ref.unit.flats)
