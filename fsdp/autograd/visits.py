@@ -51,8 +51,8 @@ class ForwardCall:
     """One forward of one unit, while it runs."""
 
     __slots__ = (
-        *("_first_number", "arguments", "captured", "cast", "entries", "gradients", "guard", "handled", "has_late_inputs"),
-        *("input_nodes", "nested", "path", "records", "refused", "taken", "unit"),
+        *("_first_number", "captured", "cast", "entries", "gradients", "guard", "handled", "has_late_inputs", "input_nodes"),
+        *("nested", "path", "records", "refused", "taken", "unit"),
     )
 
     def __init__(self, unit: int, recompute: bool, inputs: Sequence[Tensor], innermost: bool, versions: int) -> None:
@@ -71,8 +71,6 @@ class ForwardCall:
         """The exception that was being handled when the call began. The call did not raise it."""
         self.guard: Any = None
         """The guard of this call, in guard mode."""
-        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
-        """What the call was given: it may put tensors into a list or an object among it, or change a tensor in place."""
         self.cast: Cast | None = None
         """What has cast the arguments of this call."""
         self.records = torch.is_grad_enabled()

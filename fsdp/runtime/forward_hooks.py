@@ -35,6 +35,8 @@ _OF_TORCH: Final = frozenset((*vars(nn.Module()), *MANAGED, "__deepcopy__"))
 """The attributes of a module that torch and this library manage, of which buffers alone can be side outputs."""
 _OF_ALL_MODULES: Final = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
 _NO_HOOKS: Final[dict[int, Any]] = {}
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of a forward, by position and by name."""
 
 
 def hook_units(passes: Passes) -> list["ForwardHooks"]:
@@ -77,7 +79,7 @@ class ForwardHooks(RefuseCopy):
         self._handles: list[RemovableHandle] = []
         for module in members:
             self._handles.append(module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._post_forward, always_call=True))
+            self._handles.append(module.register_forward_hook(self._post_forward, always_call=True, with_kwargs=True))
 
     def remove(self) -> None:
         """Remove the hooks of the unit, also those of a backward."""
@@ -94,13 +96,13 @@ class ForwardHooks(RefuseCopy):
         try:
             output = method(*args, **kwargs)
         except Exception:
-            self._post_forward(module, args, None)
+            self._post_forward(module, args, kwargs, None)
             raise
         except BaseException as failure:
             self._engine.note(failure)
             self._engine.abandon_step(failure)
             raise
-        changed = self._post_forward(module, args, output)
+        changed = self._post_forward(module, args, kwargs, output)
         return output if changed is None else changed
 
     @uncompiled
@@ -116,7 +118,6 @@ class ForwardHooks(RefuseCopy):
         if self._calls and not call.path.recompute and self._is_nested(call):
             call.nest_in(self._calls[-1])
         self._calls.append(call)
-        call.arguments = args, kwargs
         if self._engine.reducer.runs_grad_hooks:
             self._engine.refuse_in_grad_hook(f"a forward of unit {self._unit.name!r}")
         if not call.nested:  # a nested call is a part of the call around it
@@ -144,7 +145,7 @@ class ForwardHooks(RefuseCopy):
         return call.cast(args), call.cast(kwargs)
 
     @uncompiled
-    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if not self._calls:
             return None  # a pre-hook before ours has failed
         call = self._calls[-1]
@@ -160,7 +161,7 @@ class ForwardHooks(RefuseCopy):
             if failure is not None and failure is not call.handled:
                 self._end_failed(call, failure)
                 return None
-            self._end_returned(call, output)
+            self._end_returned(call, (args, kwargs), output)
         finally:
             self._calls.pop()
             if call.path.recompute:
@@ -168,7 +169,7 @@ class ForwardHooks(RefuseCopy):
         policy = self._unit.config.mp_policy
         return None if policy.output_dtype is None else Cast(policy.output_dtype)(output)
 
-    def _end_returned(self, call: ForwardCall, output: Any) -> None:
+    def _end_returned(self, call: ForwardCall, given: Arguments, output: Any) -> None:
         """A call has returned: look at what it did to the parameters, then put hooks on its outputs."""
         try:
             if call.guard is not None:
@@ -179,7 +180,7 @@ class ForwardHooks(RefuseCopy):
                 call.path.versions += self._unit.write_back_inplace()
                 self._unit.refuse_changed()
             self._unit.refuse_lost_acts(call.gradients)
-            outputs, side_outputs = self._find_outputs(call, output)
+            outputs, side_outputs = self._find_outputs(call, given, output)
         except BaseException as failure:
             self._fail(call, failure)
             raise
@@ -233,7 +234,7 @@ class ForwardHooks(RefuseCopy):
         self._engine.clean_up_dead_forward(self._index)
         return False
 
-    def _find_outputs(self, call: ForwardCall, output: Any) -> tuple[list[Tensor], list[Tensor]]:
+    def _find_outputs(self, call: ForwardCall, given: Arguments, output: Any) -> tuple[list[Tensor], list[Tensor]]:
         """What the call returned, and what it left behind, through which a backward can enter it.
 
         Refuse the parameters of the unit among them.
@@ -242,8 +243,8 @@ class ForwardHooks(RefuseCopy):
         is_one = isinstance(output, Tensor) and forward_ad._current_level < 0
         returned = [output] if is_one else with_tangents(list(tensors_in(output)))
         left = self._side_outputs.attributes()
-        if call.records:
-            left += [tensor for tensor in grad_inputs(*call.arguments) if call.has_made(tensor)]
+        if call.records:  # it may have put tensors into a list that it was given, or have changed one in place
+            left += [tensor for tensor in grad_inputs(*given) if call.has_made(tensor)]
         for tensor in (*returned, *left):
             if storage_key(tensor) in keys:
                 raise ShardingError(
