@@ -19,7 +19,7 @@ from fsdp.params.param_info import ParamInfo, kept_accumulator
 from fsdp.params.placement import Placement
 from fsdp.params.use_after_free import refuse_freed_reads
 from fsdp.params.wire import Wire, WireOfSegments
-from fsdp.shards.dtensors import here_of, refuse_own_gathers
+from fsdp.shards.dtensors import here_of, local_shapes, refuse_changed_locals
 from fsdp.shards.refusals import refuse_grad_dtype
 from fsdp.shards.shard_parameter import hooks_of, moved_shards, shard_changes
 from fsdp.shards.shard_tensor import plain, quick_attributes
@@ -111,6 +111,8 @@ class FlatBuffer:
                 info.kept_accumulator = kept_accumulator(info.parameter)
                 self._shard_param(placement, info)
         self.sharded_params: tuple[nn.Parameter, ...] = tuple(info.parameter for info in param_infos)
+        self._local_shapes = local_shapes(self.sharded_params) if kind.replaces_param else []
+        """Of the parts of DTensors. Torch may resize one, over the parts behind it."""
         self.empty_shards = tuple(
             (i, self.sharded_params[i], placement.as_shard(placement.shard_in(self.shard).clone()))
             for i, placement in enumerate(self.placements)
@@ -254,7 +256,7 @@ class FlatBuffer:
             ShardingError: the new data has another shape, dtype or device.
         """
         if self.placements[0].replaces_param:
-            refuse_own_gathers(self.sharded_params, unit)
+            refuse_changed_locals(self.sharded_params, self._local_shapes, unit)
         if not self.is_replaced:
             return False
         if self.placements[0].refuses_data:

@@ -25,6 +25,7 @@ else:
 Part = tuple[tuple[int, ...], tuple[int, ...]]
 """The sizes and the offsets of a part of a tensor, (dims,) each."""
 _LOCAL_ATTRIBUTES: Final = attrgetter("_local_tensor.__dict__")
+_LOCAL_SHAPE: Final = attrgetter("_local_tensor.shape")
 _GATHERS: Final = {"fsdp_pre_all_gather", "fsdp_post_all_gather"}
 """torch's names of methods that prepare a gather of a DTensor and make a tensor of what was gathered."""
 
@@ -304,8 +305,18 @@ def here_of(tensor: Tensor) -> Tensor:
     return here
 
 
-def refuse_own_gathers(parameters: Sequence[nn.Parameter], unit: str) -> None:
-    """Raise ShardingError if a DTensor has a method of its own with which torch's fully_shard would gather it."""
+def local_shapes(parameters: Sequence[nn.Parameter]) -> list[torch.Size]:
+    """The shapes of this rank's parts of DTensors."""
+    return [*map(_LOCAL_SHAPE, parameters)]
+
+
+def refuse_changed_locals(parameters: Sequence[nn.Parameter], shapes: list[torch.Size], unit: str) -> None:
+    """Raise ShardingError if the local tensors of these DTensors have not these shapes, or methods to gather them by torch."""
+    if local_shapes(parameters) != shapes:
+        raise ShardingError(
+            f"unit {unit!r}: a local tensor of a parameter was resized, which has overwritten the parameters behind it. torch's "
+            "nn.init.eye_ does that to DTensors. Initialise the model before wrapping, and wrap it again."
+        )
     for attributes in filter(None, map(_LOCAL_ATTRIBUTES, parameters)):
         for name in sorted(_GATHERS & attributes.keys()):
             raise ShardingError(

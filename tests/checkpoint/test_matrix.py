@@ -175,7 +175,6 @@ def run(rank: int, size: int, folder: Path) -> dict[str, list[str]]:
     saved: dict[str, State] = {}
     for seed, kind in enumerate(ALL):
         model, optimizer = build(kind, seed)
-        saved[kind] = full_of(model, optimizer) if kind in OURS else {}
         weights, state = get_state_dict(model, optimizer)
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / kind)
         if kind in OURS:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
@@ -22,7 +23,7 @@ PLACES: Final = (
     *("end of backward", "recompute", "no_sync", "evaluation", "norm", "summon", "save", "state dict", "step"),
 )
 """Where a rank fails, in the order in which a step comes there."""
-RANKS: Final[dict[str, Callable[[str], tuple[str, str]]]] = {
+RANKS: Final[dict[str, Callable[[str], tuple[str, ...]]]] = {
     "first": lambda place: (place, ""),
     "last": lambda place: ("", place),
     "both": lambda place: (place, place),
@@ -30,11 +31,29 @@ RANKS: Final[dict[str, Callable[[str], tuple[str, str]]]] = {
     "loss": lambda place: (place, "loss"),
 }
 """Where the two ranks fail."""
+REPLICAS: Final[dict[str, Callable[[str], tuple[str, ...]]]] = {
+    "the first of four": lambda place: (place, "", "", ""),
+    "the third of four": lambda place: ("", "", place, ""),
+}
+"""Where a rank of two replicas fails. Of two that fail at once, others get the error of either."""
 AFTER: Final = ("again", "next batch", "next batch without zero_grad", "fails twice", "from a checkpoint")
 """What a rank does when it has caught an error. The last two do the same step again."""
 ALL: Final = [(place, ranks, after) for place in PLACES for ranks in RANKS for after in AFTER]
-CASES: Final = ALL if EVERYTHING else ALL[::13]
+OF_REPLICAS: Final = [
+    *(
+        (place, ranks, after)
+        for place in PLACES
+        for ranks in REPLICAS
+        for after in ("again", "fails twice")
+        if place != "comm hook"
+    )
+]
+"""A communication hook gets no gradients of replicas. Where ranks end for good, some get an error before that in one world."""
+CASES: Final = [*ALL, *OF_REPLICAS] if EVERYTHING else [*ALL[::13], *OF_REPLICAS[::11]]
+Case = tuple[str, str, str]
 STEPS: Final = 4
+LIMIT: Final = 1800 if EVERYTHING else 240
+"""Seconds for the processes."""
 
 
 class Mine(Exception):
@@ -65,10 +84,10 @@ class Net(nn.Module):
         return self.leave(checkpoint(self.block, x, use_reentrant=False) if self.replays else self.block(x))
 
 
-def play(case: tuple[str, str, str], folder: Path, group: Any, rank: int) -> list[Any]:
+def play(case: Case, folder: Path, in_group: Callable[[], dict[str, Any]], rank: int) -> list[Any]:
     """What one rank has heard and computed in each attempt, and the weights at the end."""
     place, ranks, after = case
-    mine, times = RANKS[ranks](place)[rank], 0
+    mine, times = (RANKS | REPLICAS)[ranks](place)[rank], 0
 
     def is_due(here: str) -> bool:
         nonlocal times
@@ -88,7 +107,7 @@ def play(case: tuple[str, str, str], folder: Path, group: Any, rank: int) -> lis
 
     torch.manual_seed(0)
     net = Net(at, replays=place == "recompute")
-    model = fsdp.FullyShardedDataParallel(net, auto_wrap_policy={Block}, process_group=group)
+    model = fsdp.FullyShardedDataParallel(net, auto_wrap_policy={Block}, **in_group())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     net.block.up.register_full_backward_hook(partial(at, "module hook"))
     optimizer.register_step_pre_hook(partial(at, "step"))
@@ -174,24 +193,46 @@ def said(error: Exception) -> tuple[Any, ...]:
     return ("The ranks differ.", *re.findall("Only rank . made a forward without gradients", text))
 
 
+def two_shards() -> dict[str, Any]:
+    return {"process_group": dist.new_group()}
+
+
+def two_replicas() -> dict[str, Any]:
+    """A mesh with groups of its own, which no failure of an earlier case has closed."""
+    columns, rows = ([dist.new_group(list(ranks)) for ranks in groups] for groups in (((0, 2), (1, 3)), ((0, 1), (2, 3))))
+    row, column = divmod(dist.get_rank(), 2)
+    ranks = torch.arange(4).view(2, 2)
+    mesh = DeviceMesh.from_group([columns[column], rows[row]], "cpu", mesh=ranks, mesh_dim_names=("replicas", "shards"))
+    return {"mesh": mesh, "sharding_strategy": "HYBRID_SHARD"}
+
+
+def simulated(size: int) -> dict[str, Any]:
+    return {} if size == 2 else {"mesh": (2, 2), "sharding_strategy": "HYBRID_SHARD"}
+
+
+def cases_of(size: int) -> list[Case]:
+    return [case for case in CASES if len((RANKS | REPLICAS)[case[1]](case[0])) == size]
+
+
 def in_processes(rank: int, size: int, folder: Path) -> list[list[Any]]:
-    """The cases one after the other, each with a group of its own."""
+    """The cases one after the other, each with groups of its own."""
     look_soon()
     found = []
-    for number, case in enumerate(CASES):
-        group = dist.new_group()
-        found.append(play(case, folder / f"case {number}", group, rank))
+    for number, case in enumerate(cases_of(size)):
+        found.append(play(case, folder / f"case {number}", two_shards if size == 2 else two_replicas, rank))
         dist.barrier()
-        dist.destroy_process_group(group)
     return found
 
 
 @pytest.mark.gloo
-def test_simulated_ranks_say_and_compute_what_processes_do(tmp_path: Path) -> None:
-    over_gloo = zip(*results_of(in_processes, 2, tmp_path, seconds=1200 if EVERYTHING else 240), strict=True)
+@pytest.mark.timeout(2 * LIMIT)
+@pytest.mark.parametrize("size", [2, 4], ids=["shards", "replicas"])
+def test_simulated_ranks_say_and_compute_what_processes_do(size: int, tmp_path: Path) -> None:
+    over_gloo = zip(*results_of(in_processes, size, tmp_path, seconds=LIMIT), strict=True)
     different = []
-    for case, processes in zip(CASES, over_gloo, strict=True):
-        simulated = fsdp.simulate(2, partial(play, case, tmp_path / f"simulated {len(different)} {case}", None))
-        if simulated != [*processes]:
-            different.append((case, simulated, processes))
+    for number, (case, processes) in enumerate(zip(cases_of(size), over_gloo, strict=True)):
+        folder = tmp_path / f"simulated {number}"
+        ranks = fsdp.simulate(size, partial(play, case, folder, partial(simulated, size)))
+        if ranks != [*processes]:
+            different.append((case, ranks, processes))
     assert not different, different[0]

@@ -190,6 +190,14 @@ def test_a_gather_of_ones_own_is_refused_until_it_is_deleted(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_a_local_tensor_that_torch_resizes_over_the_next_parameter_is_refused(rank: int) -> None:
+    model = fully_shard(nn.Linear(6, 6))
+    nn.init.eye_(model.weight)
+    with pytest.raises(fsdp.ShardingError, match="was resized, which has overwritten the parameters behind it"):
+        model(torch.ones(2, 6))
+
+
+@on_ranks(2)
 def test_data_that_is_assigned_to_a_dtensor_is_refused_once_and_changes_nothing(rank: int) -> None:
     model = sharded()
     wanted = model.loss(tokens_of(0, rank)).item()
