@@ -1,7 +1,8 @@
 """After a failure, simulated ranks say and compute step by step what processes over gloo do."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -84,7 +85,7 @@ class Net(nn.Module):
         return self.leave(checkpoint(self.block, x, use_reentrant=False) if self.replays else self.block(x))
 
 
-def play(case: Case, folder: Path, in_group: Callable[[], dict[str, Any]], rank: int) -> list[Any]:
+def play(case: Case, folder: Path, options: dict[str, Any], rank: int) -> list[Any]:
     """What one rank has heard and computed in each attempt, and the weights at the end."""
     place, ranks, after = case
     mine, times = (RANKS | REPLICAS)[ranks](place)[rank], 0
@@ -107,7 +108,7 @@ def play(case: Case, folder: Path, in_group: Callable[[], dict[str, Any]], rank:
 
     torch.manual_seed(0)
     net = Net(at, replays=place == "recompute")
-    model = fsdp.FullyShardedDataParallel(net, auto_wrap_policy={Block}, **in_group())
+    model = fsdp.FullyShardedDataParallel(net, auto_wrap_policy={Block}, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     net.block.up.register_full_backward_hook(partial(at, "module hook"))
     optimizer.register_step_pre_hook(partial(at, "step"))
@@ -193,21 +194,22 @@ def said(error: Exception) -> tuple[Any, ...]:
     return ("The ranks differ.", *re.findall("Only rank . made a forward without gradients", text))
 
 
-def two_shards() -> dict[str, Any]:
-    return {"process_group": dist.new_group()}
-
-
-def two_replicas() -> dict[str, Any]:
-    """A mesh with groups of its own, which no failure of an earlier case has closed."""
-    columns, rows = ([dist.new_group(list(ranks)) for ranks in groups] for groups in (((0, 2), (1, 3)), ((0, 1), (2, 3))))
-    row, column = divmod(dist.get_rank(), 2)
-    ranks = torch.arange(4).view(2, 2)
-    mesh = DeviceMesh.from_group([columns[column], rows[row]], "cpu", mesh=ranks, mesh_dim_names=("replicas", "shards"))
-    return {"mesh": mesh, "sharding_strategy": "HYBRID_SHARD"}
-
-
-def simulated(size: int) -> dict[str, Any]:
-    return {} if size == 2 else {"mesh": (2, 2), "sharding_strategy": "HYBRID_SHARD"}
+@contextmanager
+def new_groups(size: int) -> Iterator[dict[str, Any]]:
+    """Two ranks in a group, or four in a mesh of replicas and shards. No failure of an earlier case has closed these groups."""
+    if size == 2:
+        groups = [dist.new_group()]
+        yield {"process_group": groups[0]}
+    else:
+        groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3], [0, 1], [2, 3])]
+        row, column = divmod(dist.get_rank(), 2)
+        names, ranks = ("replicas", "shards"), torch.arange(4).view(2, 2)
+        mesh = DeviceMesh.from_group([groups[column], groups[2 + row]], "cpu", mesh=ranks, mesh_dim_names=names)
+        yield {"mesh": mesh, "sharding_strategy": "HYBRID_SHARD"}
+    dist.barrier()
+    for group in groups:
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
 
 
 def cases_of(size: int) -> list[Case]:
@@ -219,8 +221,8 @@ def in_processes(rank: int, size: int, folder: Path) -> list[list[Any]]:
     look_soon()
     found = []
     for number, case in enumerate(cases_of(size)):
-        found.append(play(case, folder / f"case {number}", two_shards if size == 2 else two_replicas, rank))
-        dist.barrier()
+        with new_groups(size) as options:
+            found.append(play(case, folder / f"case {number}", options, rank))
     return found
 
 
@@ -231,8 +233,8 @@ def test_simulated_ranks_say_and_compute_what_processes_do(size: int, tmp_path: 
     over_gloo = zip(*results_of(in_processes, size, tmp_path, seconds=LIMIT), strict=True)
     different = []
     for number, (case, processes) in enumerate(zip(cases_of(size), over_gloo, strict=True)):
-        folder = tmp_path / f"simulated {number}"
-        ranks = fsdp.simulate(size, partial(play, case, folder, partial(simulated, size)))
+        options = {} if size == 2 else {"mesh": (2, 2), "sharding_strategy": "HYBRID_SHARD"}
+        ranks = fsdp.simulate(size, partial(play, case, tmp_path / f"simulated {number}", options))
         if ranks != [*processes]:
             different.append((case, ranks, processes))
     assert not different, different[0]
