@@ -41,7 +41,6 @@ from fsdp.params.versions import Versions
 from fsdp.shards.shard_parameter import shard_changes
 
 _GRAD: Final = attrgetter("grad")
-_IS_ELSEWHERE: Final = attrgetter("is_elsewhere")
 
 
 class UnitObserver(Protocol):
@@ -90,6 +89,8 @@ class Unit:
         self._process = os.getpid()
         self.is_put_away = False
         """Whether `fsdp.offload` has moved the shards to the host, until `fsdp.onload`."""
+        self.has_replaced = False
+        """Whether the user had pointed a sharded parameter at other memory when the shards were last checked."""
         self._open = False
         self._write_back: Callable[[], object] | None = None
         """Called before modules show shards: a recompute, or what came after it, may have changed unsharded parameters."""
@@ -354,14 +355,10 @@ class Unit:
             self._refuse_put_in()
         return self.follow_replaced()
 
-    @property
-    def has_replaced(self) -> bool:
-        """Whether the user has pointed a sharded parameter at other memory."""
-        return any(map(_IS_ELSEWHERE, self.flats))
-
     def follow_replaced(self) -> bool:
         """Let the shards hold data that the user put into parameters (`p.data = x`), or refuse it; say whether there is any."""
-        return any([*map(FlatBuffer.check_shards, self.flats, repeat(self.name))])
+        self.has_replaced = any([*map(FlatBuffer.check_shards, self.flats, repeat(self.name))])
+        return self.has_replaced
 
     def check_modules(self) -> None:
         """Raise ShardingError if a module shows another parameter than that of the unit, or none."""
