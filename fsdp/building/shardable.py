@@ -33,7 +33,14 @@ _SUB_BYTE: Final = tuple(f"torch.{sign}int{bits}" for sign in ("", "u") for bits
 
 def check_shardable(plan: Sequence[Planned], config: Config) -> None:
     """Raise ShardingError, which names it, if something of the new units cannot be sharded, or another engine has wrapped it."""
+    with_hooks: dict[int, nn.Module] = {}
     for one in plan:
+        for module in one.members:
+            if with_hooks.setdefault(id(module._forward_hooks), module) is not module:
+                raise ShardingError(
+                    f"unit {one.name!r} is a copy.copy of another unit, which has the same hooks; use copy.deepcopy, or the "
+                    "same module in both places."
+                )
         if one.unit is not None:
             continue
         for module in one.own_modules:

@@ -1,5 +1,6 @@
 """What cannot be sharded is refused on every rank before anything changes, also if one rank alone has it."""
 
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -262,3 +263,12 @@ def test_a_parameter_from_inference_mode_cannot_be_broadcast_and_can_be_sharded(
     text = "'1.weight' was made in torch.inference_mode, so it cannot be broadcast"
     refused_everywhere(2, lambda rank: fsdp.fully_shard(model(), sync_module_states=True), text)
     fsdp.simulate(2, lambda rank: assert_trains(model()))
+
+
+def test_a_shallow_copy_of_a_unit_is_refused() -> None:
+    def build() -> None:
+        model = two_layers()
+        model.append(copy.copy(model[0]))
+        fsdp.fully_shard(model, auto_wrap_policy={nn.Linear})
+
+    refused_everywhere(2, lambda rank: build(), "is a copy.copy of another unit, which has the same hooks; use copy.deepcopy")
