@@ -41,13 +41,7 @@ AFTER: Final = ("again", "next batch", "next batch without zero_grad", "fails tw
 """What a rank does when it has caught an error. The last two do the same step again."""
 ALL: Final = [(place, ranks, after) for place in PLACES for ranks in RANKS for after in AFTER]
 OF_REPLICAS: Final = [
-    *(
-        (place, ranks, after)
-        for place in PLACES
-        for ranks in REPLICAS
-        for after in ("again", "fails twice")
-        if place != "comm hook"
-    )
+    (place, ranks, after) for place in PLACES if place != "comm hook" for ranks in REPLICAS for after in ("again", "fails twice")
 ]
 """A communication hook gets no gradients of replicas. Where ranks end for good, some get an error before that in one world."""
 CASES: Final = [*ALL, *OF_REPLICAS] if EVERYTHING else [*ALL[::13], *OF_REPLICAS[::11]]
