@@ -117,10 +117,11 @@ class CommContext(NamedTuple):
 
     def join_groups(self) -> None:
         """From now on, what one of these groups waits for is known in the others: see joint_groups.py."""
-        monitors = dict.fromkeys(comm.monitor for comm in self.each().values() if comm.monitor is not None)
-        if (joint := self.joint.monitor) is not None and len(monitors) > 1:
-            for monitor in monitors:
-                monitor.joint_groups = JointGroups(joint, monitors)
+        if (joint := self.joint.monitor) is None:
+            return
+        monitors = dict.fromkeys((joint, *(comm.monitor for comm in self.each().values() if comm.monitor is not None)))
+        for monitor in monitors if len(monitors) > 1 else ():
+            monitor.joint_groups = JointGroups(joint, monitors)
 
     def completed(self) -> None:
         """Count a backward that ended without an error."""

@@ -1,7 +1,7 @@
 """The groups of one model together, such as those of shards and of replicas, or of data and of tensor parallelism.
 
 A rank that waits in one group may be awaited in another. So after an abandoned step, each rank reconnects its groups in the same
-order.
+order. That of all ranks is the first: when they meet there, all know of the failure.
 
 A group sees only the calls of its own ranks. So a rank that has waited long, and found no reason in its group, also publishes its
 call for all ranks that have a part of the model, with the number of calls it has made in each of its groups. If all of them have

@@ -233,5 +233,4 @@ def test_ranks_that_may_be_a_step_apart_do_not_go_on(tmp_path: Path) -> None:
         first, seconds, again = one["apart"]
         assert first[0] == ("Mine" if rank == 0 else "PeerFailed") and (rank == 0 or first.rank == 0)
         assert seconds < 5
-        assert again.kind == "WorldError"
-        assert re.search(r"rank [123] has completed a backward that rank 0 has abandoned", again.text)
+        assert again.kind == "WorldError" and "rank 1 has completed a backward that rank 0 has abandoned" in again.text
