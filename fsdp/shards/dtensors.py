@@ -314,8 +314,8 @@ def refuse_changed_locals(parameters: Sequence[nn.Parameter], shapes: list[torch
     """Raise ShardingError if the local tensors of these DTensors have not these shapes, or methods to gather them by torch."""
     if local_shapes(parameters) != shapes:
         raise ShardingError(
-            f"unit {unit!r}: a local tensor of a parameter was resized, which has overwritten the parameters behind it. torch's "
-            "nn.init.eye_ does that to DTensors. Initialise the model before wrapping, and wrap it again."
+            f"unit {unit!r}: a local tensor of a parameter was resized, which has overwritten the parameters behind it, as "
+            "nn.init.eye_ does before torch 2.15. Initialise the model before wrapping, and wrap it again."
         )
     for attributes in filter(None, map(_LOCAL_ATTRIBUTES, parameters)):
         for name in sorted(_GATHERS & attributes.keys()):
