@@ -109,9 +109,9 @@ def before_step(optimizer: Optimizer, *_: object) -> None:
     # one optimizer may have two models, of which the other is to be stepped
     others = full and any(p.grad is not None for group in optimizer.param_groups for p in group["params"] if p not in summoned)
     for parameter in full:
-        kept = () if others and parameter.grad is None else optimizer.state.get(parameter, {}).values()
+        kept = {} if others and parameter.grad is None else optimizer.state.get(parameter, {})
         stands_for = STANDS_FOR in parameter.__dict__ and parameter.requires_grad
-        if stands_for or any(isinstance(one, ShardTensor) for one in kept):
+        if stands_for or any(isinstance(one, ShardTensor) for one in (kept.values() if isinstance(kept, dict) else [kept])):
             _refuse_summoned(optimizer, "step", parameter)
     hook_state(optimizer)
     compare_state(optimizer)
@@ -181,7 +181,11 @@ def _give_values(optimizer: Optimizer, state_dict: StateDict) -> None:
     """Put values that know the full shape into a state dict, and an empty dict for each parameter that is on other ranks."""
     call, given = full_state_call(), state_dict["state"]
     parameters = {number: p for number, p in _numbered(optimizer, state_dict) if isinstance(p, ShardParameter)}
-    state = {number: {key: _value(key, one) for key, one in kept.items()} for number, kept in given.items()}
+    state = given | {
+        number: {key: _value(key, one) for key, one in _as_dict(optimizer, p, given[number]).items()}
+        for number, p in parameters.items()
+        if number in given
+    }
     elsewhere = [number for number, p in parameters.items() if isinstance(p, EmptyShardParameter)]
     if call is not None and not call.loads:
         state.update(_full_state(parameters, given, call))
@@ -283,13 +287,17 @@ def _adopted(optimizer: Optimizer, parameter: ShardParameter, kept: Any) -> dict
 
 def _parts(optimizer: Optimizer, parameter: ShardParameter, kept: Any) -> dict[str, Any]:
     info, known = parameter.shard_info, type(optimizer) in ELEMENT_WISE_OPTIMIZERS
-    if not isinstance(kept, dict):
-        raise ShardingError(
-            f"{type(optimizer).__name__} keeps a {type(kept).__name__} as its state of {info.name!r}, not a dict, so it cannot "
-            "be cut, saved or loaded; keep it under a name: optimizer.state[parameter] = {'momentum': ...}."
-        )
     with local_operators():
-        return {key: _part(info, key, one, known) for key, one in kept.items()}
+        return {key: _part(info, key, one, known) for key, one in _as_dict(optimizer, parameter, kept).items()}
+
+
+def _as_dict(optimizer: Optimizer, parameter: ShardParameter, kept: Any) -> dict[str, Any]:
+    if isinstance(kept, dict):
+        return kept
+    raise ShardingError(
+        f"{type(optimizer).__name__} keeps a {type(kept).__name__} as its state of {parameter.shard_info.name!r}, not a dict, so "
+        "it cannot be cut, saved or loaded; keep it under a name: optimizer.state[parameter] = {'momentum': ...}."
+    )
 
 
 def _part(info: ShardInfo, key: str, one: Any, known: bool) -> Any:

@@ -345,6 +345,7 @@ def test_state_that_is_no_dict_trains_as_one_process_or_is_refused(keywords: dic
             step(data[0])
         try:
             step(data[1])
+            optimizer.state_dict()
             if rank >= 0:
                 fsdp.fully_shard(nn.Linear(2, 2))  # the state is compared again after any cut
             step(data[2])

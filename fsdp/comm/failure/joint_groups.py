@@ -44,9 +44,10 @@ class JointGroups:
 
     def find_deadlock(self, monitor: Monitor, pending: PendingCall) -> str | None:
         """Publish the call that this rank waits for in the group of `monitor`; return the error if nobody can go on."""
-        joint = self._joint()
-        among = [one for one in self.monitors if joint is not None and {*one.ranks} <= {*joint.ranks}]
-        if joint is None or monitor not in among:
+        if (joint := self._joint()) is None:
+            return None
+        among = [one for one in self.monitors if {*one.ranks} <= {*joint.ranks}]
+        if monitor not in among:
             return None
         launched = {f"{one.group}/{comm}": count for one in among for comm, count in one.detector.launched().items()}
         name = f"{monitor.group}/{pending.comm}"

@@ -146,7 +146,7 @@ class PeerMonitor:
         self.group = ""
         """The name of the group, which no other group has."""
         self.joint_groups: JointGroups | None = None
-        """What ranks of several groups wait for, if a model lies on several."""
+        """The groups of the model, if it lies on several."""
         self._comms: list[str] = []
         """The names of the communicators."""
         self._connect = connect
