@@ -1,13 +1,15 @@
 """What a user says about reductions: a communication hook, divide factors, the order learned again; and their statistics."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 from torch.futures import Future
 
 from fsdp.errors import ShardingError
+from fsdp.params.unit import Unit
 from fsdp.reduction.comm_hook import CommHook
 from fsdp.reduction.stats import BucketStats
+from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_in, refusal, refuse_unless_resting
 
 
@@ -83,11 +85,16 @@ def set_divide_factors(model: nn.Module, before: float, after: float) -> None:
         ShardingError: a factor is not a positive number, a communication hook reduces the gradients, a backward is running, or
             `model` contains no unit or is only a part of a root.
     """
+    for engine in engines_in(model, "set_divide_factors"):
+        divide_by(engine, engine.units, before, after)
+
+
+def divide_by(engine: Engine, units: Iterable[Unit], before: float, after: float) -> None:
+    """Do what `set_divide_factors` does for some units of a root."""
     for name, factor in (("before", before), ("after", after)):
         if not 0 < factor < float("inf"):
             raise ShardingError(f"set_divide_factors: {name} must be a positive number, not {factor!r}.")
-    for engine in engines_in(model, "set_divide_factors"):
-        refuse_unless_resting("set_divide_factors", engine)
-        if engine.reducer.hook is not None:
-            raise refusal("set_divide_factors: a communication hook reduces the gradients, and it alone divides them.", engine)
-        engine.reducer.reductions.divide_factors = before, after
+    refuse_unless_resting("set_divide_factors", engine)
+    if engine.reducer.hook is not None:
+        raise refusal("set_divide_factors: a communication hook reduces the gradients, and it alone divides them.", engine)
+    engine.reducer.set_divide_factors(units, (before, after))

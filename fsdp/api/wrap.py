@@ -337,19 +337,24 @@ def _check_plan(plan: Sequence[Planned], comms: CommContext, config: Config, mod
     check_shardable(plan, config)
     check_triggers(plan, config, module)
     for one in plan:
-        inner = unit_ref_of(one.module)
-        if inner is not None and inner.engine.reducer.keeps_gradients:
+        if (inner := unit_ref_of(one.module)) is None:
+            continue
+        if inner.engine.reducer.keeps_gradients:
             raise ShardingError(
                 f"unit {one.name!r} keeps gradients under no_sync; run the backward that synchronises before wrapping around it."
             )
-        if inner is not None and inner.engine.reducer.hook is not None:
+        if not inner.engine.synchronises:
+            raise ShardingError(
+                f"unit {one.name!r} does not reduce its gradients, by no_sync or set_requires_gradient_sync, and would now; "
+                "say so on the outermost module, after wrapping."
+            )
+        if inner.engine.reducer.hook is not None:
             raise ShardingError(
                 f"unit {one.name!r} has a communication hook, which would be lost; register it on the outermost module, after "
                 "wrapping."
             )
-        if inner is not None:
-            inner.unit.refuse_put_away()
-            check_ranks(one.name, inner.unit, comms, config)
+        inner.unit.refuse_put_away()
+        check_ranks(one.name, inner.unit, comms, config)
     check_devices(plan, comms.world_comm)
     slots = ((info.names[0], module) for one in plan for info in one.param_infos for module, _ in info.slots)
     check_renormalised(slots, comms.world_comm.size)

@@ -28,7 +28,7 @@ from fsdp.params.buffer_plan import make_flat_buffers
 from fsdp.params.flat_buffer import sum_of_bits
 from fsdp.params.module_tree import IGNORED
 from fsdp.params.shown_params import show_plainly
-from fsdp.params.unit import Unit
+from fsdp.params.unit import Unit, UnitSettings
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.shards.dtensors import Mesh, here_of
 from fsdp.shards.optimizer_state import Successor, hand_over, living_optimizers
@@ -169,13 +169,14 @@ class _Builder:
         self._units[index] = unit
 
     def _make(self, one: Planned) -> Unit:
-        config = self._config if one.regrouped is None else one.regrouped.config
+        before = one.regrouped
+        config, settings = (self._config, UnitSettings()) if before is None else (before.config, before.settings)
         for info in one.param_infos:
             for module, _ in info.slots:
                 show_plainly(module)  # it may have shown a parameter that belonged to another unit
         former = {info: ref(info.parameter) for info in one.param_infos}
         flats = make_flat_buffers(one.param_infos, config, self._comms, self._mesh)
-        unit = Unit(one.members, one.name, flats, config, self._comms)
+        unit = Unit(one.members, one.name, flats, config, self._comms, settings)
         successors = {
             parameter: Successor(info.parameter, partial(placement.part_of_former_state, parameter, flat.shard.device))
             for flat in flats

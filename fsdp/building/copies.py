@@ -74,10 +74,9 @@ class Copier(RefuseCopy):
         with _laid_aside(engine):
             copied: nn.Module = copy.deepcopy(root.module, memo)
         stale = {id(module): _engine_hooks(module) for module in copied.modules()}
-        new_engine = self._attach([_copy_unit(unit, memo) for unit in engine.units], engine.descendants, engine.comms)
+        self._attach([_copy_unit(unit, memo) for unit in engine.units], engine.descendants, engine.comms)
         for module in copied.modules():
             _take_places(module, stale[id(module)])
-        new_engine.reducer.reductions.divide_factors = engine.reducer.reductions.divide_factors
         return copied
 
 
@@ -151,7 +150,7 @@ def _copy_unit(unit: Unit, memo: Memo) -> Unit:
         copied = FlatBuffer(infos, again, flat.comms, flat.unsharded.dtype, config.offload)
         copied.shard.copy_(flat.shard)
         flats.append(copied)
-    return Unit([memo[id(module)] for module in unit.modules], unit.name, flats, config, unit.comms)
+    return Unit([memo[id(module)] for module in unit.modules], unit.name, flats, config, unit.comms, unit.settings)
 
 
 def _engine_hooks(module: nn.Module) -> dict[int, RefuseCopy]:

@@ -31,6 +31,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 _NOTHING: Final = nullcontext()
 
@@ -255,6 +256,16 @@ def current_accelerator() -> torch.device | None:
     if accelerator is None or not _has_streams(accelerator):
         return None
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def call_on(stream: Any, function: Callable[[Tensor], object], tensor: Tensor) -> None:
+    """Call a function of a tensor on a stream of the user: after what the current stream has so far, which then waits for it."""
+    queues = Queues(tensor.device)
+    current = queues.current()
+    stream.wait_stream(current)
+    with queues.entered(stream):
+        function(tensor)
+    current.wait_stream(stream)
 
 
 def stall(seconds: float) -> None:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ from fsdp.params.shown_params import (
 from fsdp.params.summoned_params import FullParams
 from fsdp.params.versions import Versions
 from fsdp.shards.shard_parameter import shard_changes
+from state_machine import ReshardPolicy
 
 _GRAD: Final = attrgetter("grad")
 
@@ -66,11 +67,28 @@ class UnitObserver(Protocol):
         """Unshard the unit until the end of the backward; return whether its parameters may then be used."""
 
 
+class UnitSettings(NamedTuple):
+    """What was set on a unit after wrapping. It stays when a root is wrapped around, or another unit is made in its place."""
+
+    divide_factors: tuple[float, float] | None = None
+    """What gradients are divided by before and after the sum. None: what the root's `ReductionPolicy` says."""
+    after_reduction: Callable[[Tensor], object] | None = None
+    """Called with each chunk (C,) of reduced gradients, which it may change in place."""
+    reshard_policy: ReshardPolicy | None = None
+    """When unsharded parameters are freed. None: as the options of `fully_shard` say."""
+
+
 class Unit:
     """The parameters that are gathered and released together, and the modules that show them."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], name: str, flats: Sequence[FlatBuffer], config: Config, comms: CommContext
+        self,
+        modules: Sequence[nn.Module],
+        name: str,
+        flats: Sequence[FlatBuffer],
+        config: Config,
+        comms: CommContext,
+        settings: UnitSettings = UnitSettings(),  # noqa: B008  # a tuple
     ) -> None:
         self._modules = tuple(map(weakref.ref, modules))
         self.name = name
@@ -79,6 +97,7 @@ class Unit:
         self.comms = comms
         """The communicators of the ranks among which the unit is cut, but for flat buffers with others of their own."""
         self.comm = comms.shard_comm
+        self.settings = settings
         self._streams: Streams
         self._tracker: MemoryTracker
         self._device = torch.device("cpu")
@@ -158,6 +177,10 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {len(self.param_infos)} parameters)"
+
+    def set(self, **settings: Any) -> None:
+        """Change some of its settings, by name."""
+        self.settings = self.settings._replace(**settings)
 
     def join(
         self, comms: CommContext, streams: Streams, tracker: MemoryTracker, device: torch.device, shard_device: torch.device

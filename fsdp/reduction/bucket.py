@@ -16,6 +16,7 @@ from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.gathered_copies import RefuseShardGrad
 from fsdp.params.shown_params import grad_of
+from fsdp.params.unit import Unit
 from fsdp.reduction.accumulated import AccumulatedGrad
 from fsdp.reduction.sparse import dense
 from fsdp.shards.dtensors import SUMMED, GradForm
@@ -30,14 +31,15 @@ class Bucket:
     """The gradients of one flat buffer: a buffer to reduce them from, and the reduced shard."""
 
     def __init__(
-        self, number: int, flat: FlatBuffer, unit: int, name: str, dtype: torch.dtype, stays: bool, tracker: MemoryTracker
+        self, number: int, flat: FlatBuffer, index: int, unit: Unit, dtype: torch.dtype, stays: bool, tracker: MemoryTracker
     ) -> None:
         self.number = number
         """Its place among the buckets of its root."""
         self.flat = flat
-        self.unit = unit
+        self.unit = index
         """The number of its unit."""
-        self.name = name
+        self.owner = unit
+        self.name = unit.name
         """The name of its unit."""
         self._tracker = tracker
         self._grad_dtype = flat.unsharded.dtype
@@ -87,7 +89,7 @@ class Bucket:
     @property
     def group_key(self) -> Hashable:
         """Buckets with equal keys can share a collective."""
-        return self.flat.comms, self.buffer.dtype, self.flat.shard.dtype, self.flat.home
+        return self.flat.comms, self.buffer.dtype, self.flat.shard.dtype, self.flat.home, self.owner.settings.divide_factors
 
     def missing_params(self, used: Sequence[bool]) -> list[str]:
         """The names of trainable parameters without a gradient."""

@@ -20,7 +20,7 @@ def make_buckets(units: Sequence[Unit], tracker: MemoryTracker) -> tuple[Bucket,
     flats = [(index, unit, flat) for index, unit in enumerate(units) for flat in unit.flats]
     return tuple(
         (SparseBucket if flat.is_sparse else Bucket)(
-            number, flat, index, unit.name, _reduce_dtype(unit, flat, policy), unit.config.keeps_buckets, tracker
+            number, flat, index, unit, _reduce_dtype(unit, flat, policy), unit.config.keeps_buckets, tracker
         )
         for number, (index, unit, flat) in enumerate(flats)
     )

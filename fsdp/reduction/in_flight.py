@@ -19,6 +19,7 @@ from fsdp.config import ReductionPolicy
 from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.device.streams import Streams
 from fsdp.errors import ShardingError
+from fsdp.params.unit import Unit
 from fsdp.reduction.bucket import Bucket
 from fsdp.reduction.comm_hook import CommHook, GradBucket
 from fsdp.reduction.sparse import SparseTotal
@@ -59,8 +60,6 @@ class ReductionQueue:
         """How many ranks have gradients that count in the average."""
         self._present = comms.size
         """How many ranks have gradients."""
-        self.divide_factors: tuple[float, float] | None = None
-        """What gradients are divided by before and after the sum, if that was set by hand."""
         self.hook: CommHook | None = None
         """The comm hook that reduces buckets in place of the engine."""
         self._reduce_scatters: list[Reduction] = []
@@ -84,7 +83,7 @@ class ReductionQueue:
         self._present = present
         self._averaging_ranks = self._comms.size if divides_by_all else present
 
-    def factor_of_part(self) -> float:
+    def factor_of_part(self, unit: Unit) -> float:
         """By what the gradient of a term that each rank computes of its part of a parameter is multiplied before the sum.
 
         The divisor of the sum, over the number of ranks that hold the same part: after both, the term counts once.
@@ -97,7 +96,8 @@ class ReductionQueue:
                 "to_local inside fsdp.join: a rank has finished, and nobody computes the term of the part that it holds. Give "
                 "every rank as many batches, or leave such terms out."
             )
-        total = prod(self.divide_factors) if self.divide_factors else self._averaging_ranks if self._policy.average else 1
+        factors = unit.settings.divide_factors
+        total = prod(factors) if factors else self._averaging_ranks if self._policy.average else 1
         return total * self._comms.reduce_comm.size / self._comms.size
 
     @property
@@ -266,8 +266,8 @@ class ReductionQueue:
 
     def _divisors(self, bucket: Bucket, shard_numel: int) -> tuple[float, float]:
         """The divisors before and after the sum, where this rank gets `shard_numel` elements of the sum."""
-        if self.divide_factors is not None:
-            return self.divide_factors
+        if (factors := bucket.owner.settings.divide_factors) is not None:
+            return factors
         total = self._averaging_ranks if self._policy.average else 1
         predivisor = self._policy.predivide_factor
         if predivisor is None:
@@ -311,6 +311,9 @@ class ReductionQueue:
             reduced = self._replace(reduced, reduction.work.result)
         if reduction.divisor != 1:
             reduced.div_(self._scalar(reduction.divisor))
+        for place, bucket in enumerate(buckets):
+            if (hook := bucket.owner.settings.after_reduction) is not None:
+                hook(_split(reduced, buckets)[place])
         dtype = buckets[0].flat.shard.dtype
         if reduced.dtype != dtype:
             reduced = self._replace(reduced, reduced.to(dtype))

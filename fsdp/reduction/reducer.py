@@ -101,6 +101,12 @@ class Reducer:
         self.reductions.hook = hook
         self._make_groups()
 
+    def set_divide_factors(self, units: Iterable[Unit], factors: tuple[float, float]) -> None:
+        """From now on, divide the gradients of these units by factors of their own, before and after the sum."""
+        for unit in units:
+            unit.set(divide_factors=factors)
+        self._make_groups()
+
     @property
     def keeps_gradients(self) -> bool:
         """Whether gradients accumulated under `no_sync` wait for a backward that synchronises."""

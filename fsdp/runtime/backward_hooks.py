@@ -230,7 +230,7 @@ class BackwardHooks(RefuseCopy):
         self._engine.reducer.used_outside(self._index)
 
     def factor_of_part(self) -> float:
-        return self._engine.reducer.reductions.factor_of_part()
+        return self._engine.reducer.reductions.factor_of_part(self._unit)
 
     def on_external_grad(self) -> None:
         self._engine.on_event(self._index, Event.EXTERNAL_GRAD)

@@ -60,7 +60,9 @@ class Engine:
         self.streams = streams
         self.tracker = tracker
         policies = [units[0].config.root_reshard_policy, *(unit.config.reshard_policy for unit in units[1:])]
-        self.root = Root([Lifecycle(unit.name, policy) for unit, policy in zip(units, policies, strict=True)])
+        self.root = Root(
+            [Lifecycle(unit.name, unit.settings.reshard_policy or policy) for unit, policy in zip(units, policies, strict=True)]
+        )
         self._residencies = tuple(Residency(unit.name) for unit in units)
         self.stats = StepStats([unit.gather_sizes for unit in units], tracker)
         self.reducer = Reducer(units, [not inside for inside in descendants], comms, streams, tracker, self.stats)

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from fsdp.api import clip_and_scale
-from fsdp.api.reductions import set_divide_factors
+from fsdp.api.reductions import divide_by
 from fsdp.compat.fairscale.groups import all_reduce_max
 from fsdp.compat.fairscale.sharding import instances_in
 from fsdp.compat.fairscale.states import shard_late
-from fsdp.errors import ShardingError
 
 
 @torch.no_grad()
@@ -30,14 +29,8 @@ def clip_norm(instance: Any, max_norm: float, norm_type: float) -> Tensor:
 def set_factors(instance: Any, pre: float, post: float, recursive: bool) -> None:
     """See `FullyShardedDataParallel.set_gradient_divide_factors`."""
     shard_late(instance)
-    inner = [one for one in instances_in(instance) if one is not instance]
-    if not instance._is_root or (inner and not recursive):
-        raise ShardingError(
-            "set_gradient_divide_factors: the factors are those of all instances together; call it on the outermost one with "
-            "recursive=True."
-        )
-    set_divide_factors(instance.module, pre, post)
-    for one in (instance, *inner):
+    for one in instances_in(instance) if recursive else [instance]:
+        divide_by(one._unit_ref.engine, [one._unit_ref.unit], pre, post)
         one.gradient_predivide_factor, one.gradient_postdivide_factor = pre, post
 
 

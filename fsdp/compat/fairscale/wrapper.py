@@ -290,11 +290,7 @@ class FullyShardedDataParallel(Wrapper):
         return gradients.clip_norm(self, float(max_norm), float(norm_type))
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
-        """Divide gradients by `pre` before the sum over the ranks, and by `post` after it. It holds for the whole root.
-
-        Raises:
-            ShardingError: this is an inner instance, or `recursive` is False and there are inner instances.
-        """
+        """Divide gradients by `pre` before the sum, and by `post` after it: with `recursive` those of inner instances too."""
         self.assert_state(TrainingState.IDLE)
         gradients.set_factors(self, pre, post, recursive)
 

@@ -7,18 +7,20 @@ Rule 2: a method that would change numbers, or hand communication to the user's 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as _Theirs
 
-from fsdp.api.reductions import set_divide_factors
+from fsdp.api.reductions import divide_by
 from fsdp.api.wrap import set_requires_gradient_sync
 from fsdp.autograd.frames import load_call, settle_assign
 from fsdp.compat.fsdp2 import residence
 from fsdp.compat.fsdp2.move_module import apply_to_tensors, make_room
 from fsdp.compat.fsdp2.residence import GradientReductionHandle, UnshardHandle
 from fsdp.compat.shared.newer_peers import refused_names
+from fsdp.device.streams import call_on
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import UnitRef, refuse_unless_resting, unit_ref_of
 from state_machine import ReshardPolicy
@@ -33,8 +35,6 @@ class Settings:
     """Whether gradients are reduced."""
     all_reduces: bool = True
     """Whether gradients are summed over replicas."""
-    divide_factor: float | None = None
-    """The divisor of gradients that was set; None means their number of ranks."""
     policy: ReshardPolicy | None = None
     """When unsharded parameters are freed, as `set_reshard_after_forward` has said last."""
 
@@ -180,24 +180,38 @@ class FSDPModule:
         _ref(self)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """From now on, divide gradients by `factor` instead of the number of ranks, in all units of the root.
+        """From now on, divide the gradients of this unit by `factor` instead of the number of ranks. Inner units keep theirs.
 
         Raises:
-            ShardingError: this is an inner unit, and its root has another factor.
+            ShardingError: the factor is not a positive number, or a backward is running.
         """
         ref = _ref(self)
-        root = settings_of(ref.engine.units[0].module)
-        if ref.index and root.divide_factor != factor:
-            raise ShardingError(
-                "set_gradient_divide_factor: the factor is that of all units of a root; call it on the outermost module first."
-            )
-        if ref.index == 0:
-            set_divide_factors(ref.unit.module, 1.0, float(factor))
-            root.divide_factor = factor
+        divide_by(ref.engine, [ref.unit], 1.0, float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """See `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None] | None, *, stream: Any = None) -> None:
+        """From now on, call `hook` with the reduced gradients of this unit, which it changes in place. Inner units keep theirs.
+
+        It gets this rank's chunk (C,) in the dtype of the reduction, averaged over the ranks of the mesh: to average over other
+        jobs as well, for example. A unit that is cut in several ways has several chunks. The hook runs on the stream of the
+        reduction, or on `stream`, and every rank calls it in the same order. None: no hook any more.
+
+        Raises:
+            ValueError: there are replicas, whose stream is the engine's.
+            ShardingError: the hook cannot be called, gradients of the unit are sparse, or a forward or backward is running.
+        """
+        ref = _ref(self)
+        if not (hook is None or callable(hook)):
+            raise ShardingError(f"set_all_reduce_hook takes a function of a tensor, not {hook!r}.")
+        if stream is not None and ref.engine.comms.replica_comm.size > 1:
+            raise ValueError("set_all_reduce_hook: stream cannot be set when there are replicas; leave it out.")
+        refuse_unless_resting("set_all_reduce_hook", ref.engine)
+        if any(flat.is_sparse for flat in ref.unit.flats):
+            raise ShardingError("set_all_reduce_hook: gradients of the unit are sparse, and no chunk; leave sparse=True out.")
+        ref.unit.set(after_reduction=partial(call_on, stream, hook) if hook and stream else hook)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Do nothing: reductions are sums always."""
@@ -232,10 +246,6 @@ class FSDPModule:
     def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
         """Refused: see `fsdp.register_comm_hook`."""
         raise ShardingError(f"set_custom_reduce_scatter: {_CUSTOM}")
-
-    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> NoReturn:
-        """Refused: see `fsdp.register_comm_hook`."""
-        raise ShardingError(f"set_all_reduce_hook: {_CUSTOM}")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Refused if it is True: buffers are torch's own memory."""

@@ -78,6 +78,7 @@ def set_policy(ref: UnitRef, policy: ReshardPolicy, method: str) -> None:
     if policy_of(ref) is not policy:
         refuse_unless_resting(method, ref.engine)
         ref.engine.root.set_reshard_policy(ref.index, policy)
+    ref.unit.set(reshard_policy=policy)
 
 
 def prefetch(schedule: PrefetchSchedule, ref: UnitRef, ahead: Sequence[nn.Module]) -> None:

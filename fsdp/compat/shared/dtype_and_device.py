@@ -169,7 +169,7 @@ def _convert(unit: Unit, parts: list[Part], values: list[list[Tensor]], config: 
         for number, grad in enumerate(of_flat):
             if grad is not None:
                 flat.sharded_params[number].grad = flat.placements[number].as_shard(grad)
-    new = Unit(unit.modules, unit.name, flats, config, unit.comms)
+    new = Unit(unit.modules, unit.name, flats, config, unit.comms, unit.settings)
     if stepped:
         new.versions.repeat(1)  # an optimizer may have state that is cut like the shards
     return new
@@ -182,9 +182,5 @@ def _converted_grad(grad: Tensor | None, fn: Conversion) -> Tensor | None:
 def _take_over(new: Engine, old: Engine) -> None:
     """Give an engine what was set on the one before it."""
     new.synchronises = old.synchronises
-    new.reducer.reductions.divide_factors = old.reducer.reductions.divide_factors
     if (hook := old.reducer.hook) is not None:
         new.reducer.set_hook(hook)
-    for index, lifecycle in enumerate(old.root.lifecycles):
-        if new.root.lifecycles[index].reshard_policy is not lifecycle.reshard_policy:
-            new.root.set_reshard_policy(index, lifecycle.reshard_policy)

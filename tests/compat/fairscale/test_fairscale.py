@@ -422,17 +422,17 @@ def test_an_lstm_trains(rank: int) -> None:
 def test_divide_factors_of_all_instances(rank: int) -> None:
     model = wrapped()
     inner = get_fsdp_instances(model)[1]
-    for one, recursive in ((inner, True), (model, False)):
-        with pytest.raises(fsdp.ShardingError, match="call it on the outermost one with recursive=True"):
-            one.set_gradient_divide_factors(1.0, 2.0, recursive)
     model.set_gradient_divide_factors(1.0, 1.0, True)
     model(batch(0, 0)).sum().backward()
-    summed = next(model.parameters()).grad.clone()
-    model.zero_grad()
+    summed = [p.grad.clone() for p in model.parameters()]
     model.set_gradient_divide_factors(2.0, 4.0, True)
+    inner.set_gradient_divide_factors(1.0, 2.0, False)
+    assert (model.gradient_postdivide_factor, inner.gradient_postdivide_factor) == (4.0, 2.0)
+    model.zero_grad()
     model(batch(0, 0)).sum().backward()
-    torch.testing.assert_close(next(model.parameters()).grad * 8, summed)
-    return summed
+    of_inner = {id(p) for p in inner.parameters()}
+    for parameter, total in zip(model.parameters(), summed, strict=True):
+        torch.testing.assert_close(parameter.grad * (2 if id(parameter) in of_inner else 8), total)
 
 
 @on_ranks(2)

@@ -231,15 +231,28 @@ def test_a_reduction_can_wait_for_the_next_backward(rank: int, switch: str) -> N
 
 
 @on_ranks(2)
-def test_the_factor_of_division_is_that_of_all_units(rank: int) -> None:
+def test_each_unit_has_a_divisor_of_its_own(rank: int) -> None:
     plain: Any = net()
     model = sharded()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-    for one in (model, plain):
+    model.blocks[0].set_gradient_divide_factor(1.0)
+    model.set_gradient_divide_factor(4.0)
+    model.double()  # makes the units anew
+    for one in (model, plain.double()):
         one.loss(tokens_of(0, 0)).backward()
-    torch.testing.assert_close(fsdp.full_tensor(model.blocks[0][0].weight.grad), 2 * plain.blocks[0][0].weight.grad)
+    gradients = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        factor = 2.0 if name.startswith("blocks.0") else 0.5 if name.startswith("norm") else 1.0
+        torch.testing.assert_close(fsdp.full_tensor(parameter.grad), factor * gradients[name].grad, msg=name)
+
+
+@on_ranks(2)
+def test_a_setting_stays_when_a_root_is_wrapped_around_the_module(rank: int) -> None:
+    inner: Any = fully_shard(nn.Linear(4, 4))
+    inner.set_reshard_after_forward(False)
+    model = fully_shard(nn.Sequential(inner, nn.Linear(4, 4)))
+    model(torch.ones(1, 4))
+    ref = unit_ref_of(inner)
+    assert ref is not None and ref.engine.gathered_units() == [0, 1], "the root's parameters and its own"
 
 
 def test_a_method_that_is_registered_runs_as_a_forward() -> None:
@@ -344,6 +357,12 @@ def _mesh_of_three() -> Any:
     return SimpleNamespace(ndim=3)
 
 
+def _around_one_that_does_not_reduce() -> None:
+    inner: Any = fully_shard(nn.Linear(2, 2))
+    inner.set_requires_gradient_sync(False)
+    fully_shard(nn.Sequential(inner))
+
+
 REFUSALS: dict[str, Callable[[Any], object]] = {
     "dp_mesh_dims is not supported": lambda model: fully_shard(nn.Linear(2, 2), dp_mesh_dims="dp"),
     "Shard dim 1 is invalid for 1D tensor 'bias'": lambda model: fully_shard(
@@ -360,10 +379,11 @@ REFUSALS: dict[str, Callable[[Any], object]] = {
     ),
     "set_requires_gradient_sync: the units of a root": lambda model: model.blocks[0].set_requires_gradient_sync(False),
     "set_requires_all_reduce: the units of a root": lambda model: model.set_requires_all_reduce(False, recurse=False),
-    "set_gradient_divide_factor: the factor is that": lambda model: model.blocks[0].set_gradient_divide_factor(3.0),
+    "set_divide_factors: after must be a positive number, not 0": lambda model: model.blocks[0].set_gradient_divide_factor(0),
     "set_custom_all_gather: communication is": lambda model: model.set_custom_all_gather(None),
     "set_custom_reduce_scatter: communication is": lambda model: model.set_custom_reduce_scatter(None),
-    "set_all_reduce_hook: communication is": lambda model: model.set_all_reduce_hook(print),
+    "unit '0' does not reduce its gradients, by no_sync or set_req": lambda model: _around_one_that_does_not_reduce(),
+    "set_all_reduce_hook takes a function of a tensor, not 3": lambda model: model.set_all_reduce_hook(3),
     "set_symm_mem_for_comm: buffers are": lambda model: model.set_symm_mem_for_comm(),
     "set_allocate_memory_from_process_group_for_comm: buffers are": lambda model: (
         model.set_allocate_memory_from_process_group_for_comm(True)

@@ -135,6 +135,34 @@ def precise(api: Any, rank: int) -> list[torch.Tensor]:
     return found
 
 
+def reduced_by_hand(api: Any, rank: int) -> list[Any]:
+    """Gradients of modules with divisors and with hooks after the reduction of their own, and what these hooks got."""
+    torch.manual_seed(0)
+    model, seen = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6)), nn.Linear(6, 4)), []
+
+    def hook(reduced: torch.Tensor) -> None:
+        seen.extend([reduced.dtype, reduced.dim()])
+        torch.distributed.all_reduce(reduced)
+
+    policy = api.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    api.fully_shard(model[0], mp_policy=policy)
+    model[0].set_gradient_divide_factor(4.0)  # before a root is wrapped around it
+    model[0].set_all_reduce_hook(hook)
+    api.fully_shard(model[1], mp_policy=policy)
+    api.fully_shard(model, mp_policy=policy)
+    model.set_gradient_divide_factor(0.5)
+    model[1].set_all_reduce_hook(hook)
+    for module in (model[0], model):  # torch: gloo has no other operation with a factor
+        module.set_force_sum_reduction_for_comms(True)
+    for step in range(3):
+        if step == 2:
+            model[0].set_all_reduce_hook(None)
+        model(torch.randn(3, 6, generator=torch.Generator().manual_seed(2 * step + rank))).square().sum().backward()
+        seen += [p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)]
+    assert len(seen) == 5 * 2 + 3 * 6
+    return seen
+
+
 class Collectives(TorchDispatchMode):
     """Counts the collectives that are launched inside: torch's own by operator, those of this engine by communicator."""
 
@@ -244,6 +272,7 @@ def run(rank: int, size: int, folder: Path) -> Any:
         "native": launched(fsdp.fully_shard, rank),
     }
     results["precise"] = {"torch": precise(torch_fsdp, rank), "ours": precise(ours, rank)}
+    results["by hand"] = {"torch": reduced_by_hand(torch_fsdp, rank), "ours": reduced_by_hand(ours, rank)}
     results["replicated outside"] = {"torch": replicated_outside(torch_fsdp, rank), "ours": replicated_outside(ours, rank)}
     for late in (False, True):
         results[f"late={late}"] = {"torch": converted(torch_fsdp, rank, late), "ours": converted(ours, rank, late)}
@@ -264,8 +293,6 @@ def test_a_script_of_fsdp2_gives_the_same_losses(tmp_path: Path) -> None:
         torch.testing.assert_close(result["ours"]["state"], result["torch"]["state"])
         torch.testing.assert_close(result["ours"]["optimizer"]["state"], result["torch"]["optimizer"]["state"])
         torch.testing.assert_close(result["replicated outside"]["ours"], result["replicated outside"]["torch"])
-        for mine, theirs in zip(result["precise"]["ours"], result["precise"]["torch"], strict=True):
-            assert torch.equal(mine, theirs), "mixed precision"
-        for late in ("late=False", "late=True"):
-            for mine, theirs in zip(result[late]["ours"], result[late]["torch"], strict=True):
-                assert mine == theirs if isinstance(mine, torch.dtype) else torch.equal(mine, theirs), late
+        for what in ("precise", "late=False", "late=True", "by hand"):
+            for mine, theirs in zip(result[what]["ours"], result[what]["torch"], strict=True):
+                assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs, what

@@ -71,11 +71,19 @@ def fsdp1(**options: Any) -> Read:
 
 
 def fsdp2(**options: Any) -> Read:
-    """A unit is gathered by hand, read and freed between two steps."""
+    """A unit is gathered by hand, read and freed between two steps; its gradients are changed on a stream of the program."""
     model: Any = _net()
     for block in model.blocks:
         fully_shard.fully_shard(block)
     fully_shard.fully_shard(model)
+    device = torch.empty(0).device
+    stream = None if device.type == "cpu" else torch.Stream(device)
+
+    def grow(reduced: Tensor) -> None:
+        for _ in range(8):
+            reduced.mul_(1.25)
+
+    model.blocks[0].set_all_reduce_hook(grow, stream=stream)
     optimizer = races.sgd(model)
     found: Read = {}
     for step in range(2):
