@@ -12,7 +12,7 @@ import json
 import time
 import weakref
 from collections.abc import Iterable
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from fsdp.comm.failure.desync import STALL_SECONDS, DesyncDetector
 from fsdp.comm.failure.pending_call import PendingCall, absent_ranks, describe_deadlock
@@ -27,6 +27,7 @@ class Monitor(Protocol):
     down: bool
 
     def reconnect_alone(self) -> None: ...
+    def report_restart(self, rank: int) -> NoReturn: ...
 
 
 class JointGroups:
@@ -43,7 +44,11 @@ class JointGroups:
         return [one for reference in self._monitors if (one := reference()) is not None]
 
     def find_deadlock(self, monitor: Monitor, pending: PendingCall) -> str | None:
-        """Publish the call that this rank waits for in the group of `monitor`; return the error if nobody can go on."""
+        """Publish the call that this rank waits for in the group of `monitor`; return the error if nobody can go on.
+
+        Raises:
+            PeerFailed: nobody can, because a rank has started another forward.
+        """
         if (joint := self._joint()) is None:
             return None
         among = [one for one in self.monitors if {*one.ranks} <= {*joint.ranks}]
@@ -60,6 +65,8 @@ class JointGroups:
         time.sleep(STALL_SECONDS / 4)
         if joint.detector.read_calls("across") != found:  # read at different times, and now known to hold at one time
             return None
+        for rank in [rank for rank, one in found.items() if one.is_restart]:
+            joint.report_restart(rank)
         return describe_deadlock(found, joint.ranks, _absent)
 
     def clear(self) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp
+from tests.building import test_experts as experts
 from tests.support.stalls import look_soon
 
 LIMIT: Final = 40
@@ -250,6 +251,29 @@ def context_fails(culprit: int) -> tuple[Told, float]:
     raise AssertionError("nobody was told")
 
 
+def experts_retried(failing: int) -> Retried:
+    """One rank fails in the loss of the second step, where no hook sees it. Then it waits for all, and they for each other."""
+    model, mesh = experts.prepared()
+    experts.wrap(model, mesh, sharding_strategy="SHARD_GRAD_OP")
+    found = Retried([], [], [], [])
+
+    def attempt(step: int) -> float:
+        loss = model(experts.batch(step, dist.get_rank())).square().mean()
+        if step == 1 and dist.get_rank() == failing and not found.told:
+            fail()
+        loss.backward()
+        return float(loss.item())
+
+    while len(found.losses) < STEPS:
+        try:
+            found.losses.append(attempt(len(found.losses)))
+        except (Mine, fsdp.PeerFailed) as error:
+            found.told.append(told(error))
+            found.seconds.append(seconds())
+    found.weights.extend(fsdp.full_tensor(p.grad).clone() for p in model.parameters())
+    return found
+
+
 class Staged(NamedTuple):
     """This rank's stage of a pipeline of two, each sharded over two ranks."""
 
@@ -257,6 +281,7 @@ class Staged(NamedTuple):
     index: int
     module: nn.Module
     make_schedule: Callable[[], Schedule1F1B]
+    loss: nn.Module
 
     def run(self, schedule: Schedule1F1B, data: Tensor, losses: list[Tensor] | None = None) -> None:
         schedule.step(data) if self.index == 0 else schedule.step(target=data, losses=losses)
@@ -271,20 +296,20 @@ class Staged(NamedTuple):
             if count == micro_batch + 1:
                 how()
 
-        unit: Any = self.module[1]  # type: ignore[index]
-        (unit.register_forward_pre_hook if place == "forward" else unit.register_full_backward_hook)(hook)
+        unit: Any = self.loss if place == "loss" else self.module[1]  # type: ignore[index]
+        (unit.register_full_backward_hook if place == "backward" else unit.register_forward_pre_hook)(hook)
 
 
 def make_stage() -> Staged:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    index, module = mesh["pp"].get_local_rank(), plain()
+    index, module, loss = mesh["pp"].get_local_rank(), plain(), nn.MSELoss()
     fsdp.fully_shard(module, mesh=mesh["dp"], auto_wrap_policy={nn.Sequential}, sharding_strategy="SHARD_GRADIENTS")
 
     def make_schedule() -> Schedule1F1B:
         stage = fsdp.PipelineStage(module, index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
-        return Schedule1F1B(stage, 4, loss_fn=lambda output, target: (output - target).square().mean())
+        return Schedule1F1B(stage, 4, loss_fn=loss)
 
-    return Staged(mesh, index, module, make_schedule)
+    return Staged(mesh, index, module, make_schedule, loss)
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -461,6 +486,7 @@ PROGRAMS: Final[dict[str, Callable[[], Any]]] = {
     "agreed": lambda: retried("a backward", 3, agree=True),
     "killed beside": ended_beside,
     **{f"context {culprit}": lambda culprit=culprit: context_fails(culprit) for culprit in (0, 3)},
+    "experts": lambda: experts_retried(3),
     "apart": apart,
     **{f"stage {stage}": lambda stage=stage: stage_retried(*stage) for stage in (*STAGES, ("", None, 0))},
     "stage late": lambda: stage_fails(*LATE),

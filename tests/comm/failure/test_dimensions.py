@@ -9,14 +9,16 @@ import torch
 import torch.distributed as dist
 
 import fsdp
-from tests.comm.failure.dimension_programs import LATE, PLACES, STAGES, Mine, Retried, Told, alone, fail, retried, told
+from fsdp.comm.failure.pending_call import RESTARTED
+from tests.building import test_experts as experts
+from tests.comm.failure.dimension_programs import LATE, PLACES, STAGES, STEPS, Mine, Retried, Told, alone, fail, retried, told
 from tests.state_dict import test_dimensions as dimensions
 from tests.support.everything import EVERYTHING
 from tests.support.processes import results_of
 
 RETRIED = [*(f"{place}, rank {rank}" for place in PLACES for rank in (0, 3)), "agreed", "all fail"]
 STAGED = [f"stage {stage}" for stage in (*STAGES, ("", None, 0))]
-OF_ONE_WORLD = [*RETRIED, "disagrees", "leaves out", "context 0", "context 3", "stage late", *STAGED]
+OF_ONE_WORLD = [*RETRIED, "disagrees", "leaves out", "context 0", "context 3", "experts", "stage late", *STAGED]
 """In this order: after the last ones no model can be wrapped, because a stage may be a step behind."""
 UNITS = {"a forward": "1", "a backward": "Net", "the end of a forward": "Net", "agreed": "Net"}
 """The unit that is named: in a backward, the last one of which the engine has learned something."""
@@ -139,6 +141,21 @@ def test_a_rank_that_fails_where_no_parameter_is_a_dtensor_is_named_by_all(
         told, seconds = one[name]
         assert (told.kind, told.rank) == (("Mine", None) if rank == culprit else ("PeerFailed", culprit))
         assert seconds < 5
+
+
+@pytest.mark.gloo
+def test_ranks_that_wait_for_each_other_for_one_that_failed_in_the_loss_do_the_step_again(ranks: list[dict[str, Any]]) -> None:
+    """Each waits in another group, of experts or of all."""
+    model = experts.make()
+    losses = [[model(experts.batch(step, rank)).square().mean() for step in range(STEPS)] for rank in range(4)]
+    (sum(map(sum, losses)) / 4).backward()  # type: ignore[arg-type, union-attr]
+    for rank, one in enumerate(ranks):
+        (told,) = one["experts"].told
+        assert told[:1] + told[2:] == (("Mine", None, None, "") if rank == 3 else ("PeerFailed", 3, None, RESTARTED))
+        assert one["experts"].seconds[0] < 5
+        assert one["experts"].losses == pytest.approx([loss.item() for loss in losses[rank]])
+        for gradient, parameter in zip(one["experts"].weights, model.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad)
 
 
 @pytest.mark.gloo
