@@ -77,6 +77,8 @@ class Engine:
         """Whether a pipeline stage computes gradients of inputs and of weights apart. Unsharded parameters have the latter."""
         self.in_pipeline_step = False
         """Whether a step of a pipeline is going on: if it fails, what is kept of it will be dropped."""
+        self._pipeline_epoch = 0
+        """The epoch of the communicators when that step began."""
         self.watcher = PassWatcher()
         """Another one inside `fsdp.join`."""
         self.forward = Pass()
@@ -113,7 +115,9 @@ class Engine:
         if self.in_pipeline_step:
             self.reset_step()
             self.reducer.forget_kept()
-        self.in_pipeline_step = True
+            if self.comms.epoch() == self._pipeline_epoch:  # it failed where no hook sees it, such as in the loss
+                self.notify_peers(self.units[self.failing_unit].name, None)
+        self.in_pipeline_step, self._pipeline_epoch = True, self.comms.epoch()
 
     # events and actions -------------------------------------------------------------------
 

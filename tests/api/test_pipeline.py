@@ -163,10 +163,19 @@ def test_zero_bubble_trains_a_stage_whose_inputs_are_integers() -> None:
     fsdp.simulate(2, program)
 
 
-@pytest.mark.parametrize(("direction", "zeroed"), [("forward", True), ("backward", True), ("backward", False)])
-def test_a_step_of_several_stages_a_rank_that_failed_is_done_again_without_what_was_reduced(direction: str, zeroed: bool) -> None:
+@pytest.mark.parametrize(
+    ("direction", "zeroed", "calls"),
+    [
+        *(("forward", True, (4, 14)), ("backward", True, (4, 14)), ("backward", False, (4, 14))),
+        ("loss", True, (2, 9)),
+    ],
+)
+def test_a_step_of_several_stages_a_rank_that_failed_is_done_again_without_what_was_reduced(
+    direction: str, zeroed: bool, calls: tuple[int, int]
+) -> None:
     """Twice. The last micro-batch fails in stage 1. Before its backward, stages 2 and 3 have reduced their gradients.
 
+    Or the loss fails, where no hook sees it.
     Without zeros, an evaluation and steps of another pipeline of the same ranks come between.
     """
     wanted = nn.Sequential(*stages())
@@ -176,23 +185,30 @@ def test_a_step_of_several_stages_a_rank_that_failed_is_done_again_without_what_
     def program(rank: int) -> None:
         mesh, every = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")), stages()
         place, data = mesh["pp"].get_local_rank(), batch(mesh["dp"].get_local_rank())
+        more: Any = {"sharding_strategy": "SHARD_GRADIENTS"}
         mine, others = (
-            nn.ModuleList([fsdp.fully_shard(some[number], mesh=mesh["dp"]) for number in (place, place + 2)])
+            nn.ModuleList([fsdp.fully_shard(some[number], mesh=mesh["dp"], **more) for number in (place, place + 2)])
             for some in (every, stages())
         )
         micro_batch = count(0)  # in each step, torch calls a stage once before, for the shapes
 
         def fail(*_: object) -> None:
-            if rank == 3 and next(micro_batch) in (4, 14):
+            if rank == 3 and next(micro_batch) in calls:
                 raise Mine
 
         layer: Any = every[1][0]
-        (layer.register_forward_pre_hook if direction == "forward" else layer.register_full_backward_hook)(fail)
+        if direction != "loss":
+            (layer.register_forward_pre_hook if direction == "forward" else layer.register_full_backward_hook)(fail)
+
+        def loss(y: Tensor, target: Tensor) -> Tensor:
+            if direction == "loss":
+                fail()
+            return nn.functional.mse_loss(y, target)
 
         def step(modules: nn.ModuleList = mine, method: str = "step") -> None:
             place_of = partial(fsdp.PipelineStage, num_stages=4, device=torch.device("cpu"), group=mesh.get_group("pp"))
             staged = [place_of(module, number) for module, number in zip(modules, (place, place + 2), strict=True)]
-            schedule = ScheduleInterleaved1F1B(staged, 4, loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
+            schedule = ScheduleInterleaved1F1B(staged, 4, loss_fn=loss)  # type: ignore[arg-type]
             getattr(schedule, method)(*[data] * (place == 0), **({"target": data, "losses": []} if place else {}))
 
         for _ in range(2):

@@ -362,9 +362,9 @@ def stage_retried(place: str, failing: int | None, micro_batch: int) -> Retried:
     return found
 
 
-STAGES: Final = (("forward", 0, 2), ("forward", 3, 0), ("backward", 0, 3), ("backward", 3, 1))
+STAGES: Final = (("forward", 0, 2), ("forward", 3, 0), ("loss", 3, 1), ("backward", 0, 3), ("backward", 3, 1))
 """Where a rank of a stage fails, which one, and in which micro-batch."""
-LATE: Final = STAGES[2]
+LATE: Final = STAGES[3]
 """The other stage has reduced its gradients already."""
 
 
