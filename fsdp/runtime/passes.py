@@ -222,7 +222,8 @@ class Passes:
         engine.on_event(index, event)
         if not engine.forward.calls:
             try:
-                waits = engine.synchronises or self._root.backward_gathers
+                # a pipeline makes forwards of several micro-batches, and says itself where a step begins
+                waits = not engine.in_pipeline_step and (engine.synchronises or self._root.backward_gathers)
                 engine.pending_backward.expected = event is Event.POST_FORWARD and waits
                 for other in engine.gathered_units():
                     engine.request(other, Request.PASS_FAILS if failed else Request.PASS_ENDS)

@@ -167,7 +167,7 @@ def test_zero_bubble_trains_a_stage_whose_inputs_are_integers() -> None:
     ("direction", "zeroed", "calls"),
     [
         *(("forward", True, (4, 14)), ("backward", True, (4, 14)), ("backward", False, (4, 14))),
-        ("loss", True, (2, 9)),
+        *(("backward", True, (0, 6)), ("loss", True, (2, 9))),
     ],
 )
 def test_a_step_of_several_stages_a_rank_that_failed_is_done_again_without_what_was_reduced(
@@ -175,7 +175,7 @@ def test_a_step_of_several_stages_a_rank_that_failed_is_done_again_without_what_
 ) -> None:
     """Twice. The last micro-batch fails in stage 1. Before its backward, stages 2 and 3 have reduced their gradients.
 
-    Or the loss fails, where no hook sees it.
+    Or the call of stage 1 for the shapes fails, when stage 0 is done with it on another rank. Or the loss, where no hook sees it.
     Without zeros, an evaluation and steps of another pipeline of the same ranks come between.
     """
     wanted = nn.Sequential(*stages())
