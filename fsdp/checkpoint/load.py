@@ -24,6 +24,7 @@ from fsdp.checkpoint.save import EMA_PART, RANDOM, RANK_MARK, Pathlike, layout_e
 from fsdp.comm.agreement import agree_on_refusals
 from fsdp.errors import ShardingError
 from fsdp.file_errors import file_errors
+from fsdp.runtime.registry import collective_call
 from fsdp.shards.cut import Shape
 from fsdp.shards.refusals import check_fit
 from fsdp.state_dict.ema import EMA
@@ -51,6 +52,7 @@ class Loaded(dict[str, Any]):
 
 
 @torch.no_grad()
+@collective_call
 def load(
     path: Pathlike,
     model: nn.Module,

@@ -28,6 +28,7 @@ from fsdp.comm.communicator import Communicator
 from fsdp.comm.open_communicators import background_comm
 from fsdp.errors import ShardingError, name_ranks
 from fsdp.file_errors import reason_of
+from fsdp.runtime.registry import collective_call
 from fsdp.shards.state_placement import State, StatePlacement
 from fsdp.state_dict.ema import EMA
 from fsdp.state_dict.model_view import ModelView
@@ -47,6 +48,7 @@ Pathlike = str | os.PathLike[str]
 
 
 @torch.no_grad()
+@collective_call
 def save(
     path: Pathlike,
     model: nn.Module,

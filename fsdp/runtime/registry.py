@@ -64,7 +64,7 @@ def collective_call(function: F) -> F:
         try:
             return function(*args, **kwargs)
         except WorldError as error:
-            model = args[0] if args else kwargs["model"]
+            model = next(one for one in (*args, *kwargs.values()) if isinstance(one, nn.Module))
             engine = units_in(model, function.__name__)[0].engine
             add_note(error, engine.snapshot, 0)
             if not isinstance(error, PeerFailed):

@@ -461,7 +461,7 @@ def disagrees_beside(model: nn.Module) -> None:
             time.sleep(0.05)
         model(batch(0, 0))
     elif dist.get_rank() == 1:
-        fsdp.full_state_dict(model)
+        fsdp.save(_mark[0].with_suffix(".saved"), model)
     else:
         fsdp.full_optim_state_dict(model, torch.optim.SGD(model.parameters()))
 

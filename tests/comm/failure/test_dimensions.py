@@ -239,7 +239,7 @@ def test_a_rank_that_waits_for_one_that_disagrees_with_others_gets_their_error(t
     for one in run(tmp_path, "disagrees beside"):
         found, seconds = one["disagrees beside"]
         assert found.kind == "WorldError"
-        assert re.match(r"The ranks disagree on [^:]*'world': rank 1 called gather_objects\('full_state_dict'\)", found.text)
+        assert re.match(r"The ranks disagree on [^:]*'world': rank 1 called gather_objects\('save'\)", found.text)
         assert seconds < 5
 
 
