@@ -36,7 +36,8 @@ class PipelineStage(pipelining.PipelineStage):
     Memory: the unsharded gradients, until the last micro-batch.
 
     A step that failed can be done again: call `optimizer.zero_grad()`, and make the stages and the schedule anew, because torch's
-    keep losses and buffers of it.
+    keep losses and buffers of it. A rank that failed outside a step of the schedule keeps both, as the others do: they would take
+    the first messages of a new stage for those of a micro-batch.
 
     Make it after wrapping, on all ranks of the group alike: over gloo the group is routed, so that a rank that fails is named on
     the ranks of all stages. Communicates.
