@@ -23,6 +23,7 @@ from fsdp.shards.shard_parameter import EmptyShardParameter
 from fsdp.shards.shard_tensor import local_operators, plain
 
 
+@collective_call
 def clip_grad_norm_(
     model: nn.Module | Sequence[nn.Module], max_norm: float, norm_type: float = 2.0, *, pp_mesh: Mesh | None = None
 ) -> Tensor:
@@ -60,7 +61,6 @@ def clip_grad_norm_(
     return total
 
 
-@collective_call
 def _measure(model: nn.Module, power: float) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """The norm over the gradients of one model, and the gradients of which this rank holds elements: dense and sparse ones."""
     engines = engines_in(model, "clip_grad_norm_")

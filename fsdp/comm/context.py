@@ -12,10 +12,10 @@ NO_SHARD        each rank alone   all ranks
 import time
 from operator import methodcaller
 from typing import Final, NamedTuple
+from weakref import ref
 
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.failure.desync import is_of_backend
-from fsdp.comm.failure.joint_groups import JointGroups
 from fsdp.comm.failure.peer_monitor import ROUTED
 from fsdp.errors import WorldError
 from fsdp.log import LOG
@@ -116,12 +116,10 @@ class CommContext(NamedTuple):
             comm.reconnect()
 
     def join_groups(self) -> None:
-        """From now on, what one of these groups waits for is known in the others: see joint_groups.py."""
-        if (joint := self.joint.monitor) is None:
-            return
-        monitors = dict.fromkeys((joint, *(comm.monitor for comm in self.each().values() if comm.monitor is not None)))
-        for monitor in monitors if len(monitors) > 1 else ():
-            monitor.joint_groups = JointGroups(joint, monitors)
+        """From now on these groups reconnect together, and what one of them waits for is known to all ranks of the job."""
+        monitors = [*dict.fromkeys(comm.monitor for comm in (self.joint, *self.each().values()) if comm.monitor is not None)]
+        for monitor in monitors if len(monitors) > 1 or self.routed else ():
+            monitor.joined = [*map(ref, monitors)]
 
     def completed(self) -> None:
         """Count a backward that ended without an error."""

@@ -22,6 +22,7 @@ from fsdp.comm import simulated
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.context import JOINT_NAME, REDUCE_NAME, REPLICA_NAME, SHARD_NAME, WORLD_NAME, CommContext, Lane, lane_name
 from fsdp.comm.dtensor_mesh import is_part
+from fsdp.comm.failure.job_waits import JobWaits
 from fsdp.comm.failure.peer_monitor import ROUTED, PeerMonitor, at_end
 from fsdp.comm.failure.watchdog import DevicePeerMonitor, DeviceWatchdog
 from fsdp.comm.process_group import FORKED, DeviceCommunicator, GlooCommunicator, ProcessGroupCommunicator
@@ -389,6 +390,7 @@ def _peers(group: dist.ProcessGroup) -> PeerMonitor | None:
     args, limit = (*place, None if gloo is None else connect), time_out.total_seconds()
     peers = DevicePeerMonitor(*args, _watchdog, limit) if on_device else PeerMonitor(*args, limit)
     peers.group = group.group_name
+    peers.job = JobWaits(c10d.PrefixStore("fsdp/waits of the job", store), dist.get_rank())
     # torch owns the group: its threads and the monitor's end with destroy_process_group()
     weakref.finalize(group, peers.close).atexit = False
     return peers

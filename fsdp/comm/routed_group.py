@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.failure.desync import WatchedWork, is_of_backend
+from fsdp.comm.failure.job_waits import MessageWaits
 from fsdp.comm.failure.peer_monitor import ROUTED, PeerMonitor
 from fsdp.comm.failure.pending_call import PendingCall, where_of
 from fsdp.comm.process_group import ProcessGroupCommunicator
@@ -37,6 +38,7 @@ COLLECTIVES: Final = (
 )
 """Those that all ranks call, by their names in every version of torch."""
 _NOTHING: Final = torch.empty(0)
+_messages: Final = MessageWaits()
 _bindings: Any = torch._C._distributed_c10d
 _Group: Any = dist.ProcessGroup
 _TorchWork: Any = dist.Work
@@ -74,7 +76,7 @@ class RoutedCommunicator(ProcessGroupCommunicator):
 
         try:
             if kind in MESSAGES:
-                work = self._launch_message(kind, launch)
+                work = self._launch_message(kind, launch, args)
             else:  # sizes are not compared: in an all-to-all ranks have their own, and batches may be of several lengths
                 work = self._launch(kind, self._label, _NOTHING, launch, 0)
         except WorldError as failure:
@@ -82,14 +84,20 @@ class RoutedCommunicator(ProcessGroupCommunicator):
             raise
         return RoutedWork(work, launched[0], self.beside)
 
-    def _launch_message(self, kind: str, launch: Callable[[Any], Any]) -> Work:
+    def _launch_message(self, kind: str, launch: Callable[[Any], Any], args: tuple[Any, ...]) -> Work:
         peers, where = self.monitor, where_of(kind, self._label)
         if peers.down:
             peers.reconnect()
         # no rank has this call in common with another, so it is compared with none
-        describe = partial(PendingCall, f"{kind} of {self.rank}", 0, where, "", {}, where=where)
+        here = peers.ranks[self.rank]
+        other = here if kind == "recv_anysource" else peers.ranks[args[1]]
+        name = f"messages {here} to {other}" if kind == "send" else f"messages {other} to {here}"
+        number = peers.detector.messages[name] + 1
+        describe = partial(PendingCall, name, number, where, "", {}, where=where, among=(other,))
         try:
-            return _Message(launch(peers.connections.get(ROUTED, self.group)), peers.detector, describe)
+            message = _Message(launch(peers.connections.get(ROUTED, self.group)), peers.detector, describe)
+            peers.detector.messages[name] = number
+            return message
         except RuntimeError as failure:
             self._explain(peers, failure, describe)
             raise
@@ -100,14 +108,14 @@ class RoutedCommunicator(ProcessGroupCommunicator):
 
 
 class _Message(WatchedWork):
-    """A send or a receive in flight. Only its failure makes this rank look for a reason: if a wait for it timed out, gloo would
-    end all connections of the group."""
+    """A send or a receive in flight. The host does not look for a reason while it waits: see job_waits.py."""
 
     __slots__ = ()
 
     def wait(self) -> None:
         try:
-            self._work.wait()
+            with _messages.waiting(self._detector.peers, self._describe):
+                self._work.wait()
         except RuntimeError as failure:
             try:
                 if is_of_backend(failure):

@@ -5,6 +5,7 @@ from functools import wraps
 from typing import Any, ClassVar, Final, TypeVar, cast
 
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from fsdp.debug.error_notes import add_note
@@ -64,7 +65,7 @@ def collective_call(function: F) -> F:
         try:
             return function(*args, **kwargs)
         except WorldError as error:
-            model = next(one for one in (*args, *kwargs.values()) if isinstance(one, nn.Module))
+            model = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, nn.Module))  # or the first of a list
             engine = units_in(model, function.__name__)[0].engine
             add_note(error, engine.snapshot, 0)
             if not isinstance(error, PeerFailed):

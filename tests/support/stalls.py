@@ -8,14 +8,14 @@ import sys
 from datetime import timedelta
 from typing import Final
 
-from fsdp.comm.failure import desync, joint_groups, watchdog
+from fsdp.comm.failure import desync, job_waits, watchdog
 
 _SECONDS: Final = 0.5
 
 
 def look_soon() -> None:
     """From now on, for programs of ranks that wait for each other in vain: each of them waits a quarter as long."""
-    desync.STALL_SECONDS = joint_groups.STALL_SECONDS = watchdog.STALL_SECONDS = _SECONDS  # type: ignore[misc]
+    desync.STALL_SECONDS = job_waits.STALL_SECONDS = watchdog.STALL_SECONDS = _SECONDS  # type: ignore[misc]
     desync._STALL_SECONDS = timedelta(seconds=_SECONDS)  # type: ignore[misc]
 
 

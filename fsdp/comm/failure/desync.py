@@ -18,6 +18,7 @@ predict it from then on. If the other ranks are already in that backward, they r
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -69,8 +70,10 @@ class Peers(Protocol):
     def check_peers(self, broken: bool, where: str = "", stalled: bool = False) -> None: ...
     def report_restart(self, rank: int) -> NoReturn: ...
     def disconnect(self) -> None: ...
-    def find_joint_deadlock(self, pending: PendingCall) -> str | None: ...
+    def publish_joint_wait(self, pending: PendingCall) -> None: ...
+    def find_joint_deadlock(self) -> str | None: ...
     def end_joint_wait(self) -> None: ...
+    def end_wait_in_vain(self, why: str) -> None: ...
 
 
 class DesyncDetector:
@@ -93,6 +96,8 @@ class DesyncDetector:
         self.host_waits = False
         """True while the pending call in the store is one that the host waits for."""
         self.peers = peers
+        self.messages = Counter[str]()
+        """The number of messages from one rank to another."""
 
     def open(self, comm: str) -> "CallSequence":
         """Begin the sequence of calls on a communicator."""
@@ -100,8 +105,8 @@ class DesyncDetector:
         return sequence
 
     def launched(self) -> dict[str, int]:
-        """The number of calls on each communicator."""
-        return {comm: sequence.launched for comm, sequence in list(self.sequences.items())}
+        """The number of calls on each communicator, and of messages."""
+        return {comm: sequence.launched for comm, sequence in list(self.sequences.items())} | self.messages
 
     def diagnose_stall(self, pending: PendingCall) -> None:
         """Publish the call that this rank has waited for, and find out whether it waits in vain.
@@ -125,7 +130,8 @@ class DesyncDetector:
                             self.peers.report_restart(rank)
                     self.fatal = describe_deadlock(found, self.ranks, absent_ranks)
             if self.fatal is None:
-                self.fatal = self.peers.find_joint_deadlock(pending)
+                self.peers.publish_joint_wait(pending)
+                self.fatal = self.peers.find_joint_deadlock()
             if self.fatal is not None:
                 self.store.set("fatal", self.fatal)
                 self._count_as_known()

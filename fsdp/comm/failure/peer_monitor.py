@@ -24,8 +24,8 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from fsdp.comm.failure.desync import TIME_OUT, DesyncDetector, Store
 from fsdp.comm.failure.ended_processes import Neighbours
-from fsdp.comm.failure.joint_groups import JointGroups
-from fsdp.comm.failure.pending_call import OPENS, RESTART_CALL, RESTARTED, PendingCall, steps_apart
+from fsdp.comm.failure.job_waits import JobWaits, absent
+from fsdp.comm.failure.pending_call import OPENS, RESTART_CALL, RESTARTED, PendingCall, describe_deadlock, steps_apart
 from fsdp.comm.failure.unreachable_hosts import Connections
 from fsdp.errors import EVERY_RANK, FEWER_BATCHES, PeerFailed, ShardingError, WorldError
 
@@ -145,8 +145,10 @@ class PeerMonitor:
         """This rank in this group."""
         self.group = ""
         """The name of the group, which no other group has."""
-        self.joint_groups: JointGroups | None = None
-        """The groups of the model, if it lies on several."""
+        self.job: JobWaits
+        """What the ranks of the job wait for."""
+        self.joined: Sequence[weakref.ref[PeerMonitor]] = ()
+        """If a model lies on several groups: the monitors of all of them, in an order that all ranks have."""
         self._comms: list[str] = []
         """The names of the communicators."""
         self._connect = connect
@@ -179,6 +181,7 @@ class PeerMonitor:
         self.detector = DesyncDetector(self._scope(f"{self._epoch}"), self._rank, self.ranks, self, self._time_out)
         self.sequences = self.detector.sequences
         self.detector.open(OPENING)
+        self.end_joint_wait()  # nobody looks any more for the reason of a wait that has failed
         for name in self._comms:
             self._connect_comm(name)
         self.down = False
@@ -293,8 +296,12 @@ class PeerMonitor:
         self._tcp.wait_until_closed(CLOSING)
 
     def reconnect(self) -> None:
-        """After an abandoned step, connect in all groups of the model, in one order on all ranks. See `reconnect_alone`."""
-        for one in [self] if self.joint_groups is None else self.joint_groups.monitors:
+        """After an abandoned step, connect in all groups of the model, in one order on all ranks. See `reconnect_alone`.
+
+        A rank that waits in one group may be awaited in another. The group of all ranks is the first: when they meet there, all
+        know of the failure.
+        """
+        for one in [monitor for reference in self.joined if (monitor := reference()) is not None] or [self]:
             if one is self or one.down:
                 one.reconnect_alone()
 
@@ -401,14 +408,35 @@ class PeerMonitor:
                     return
                 time.sleep(0.02)
 
-    def find_joint_deadlock(self, pending: PendingCall) -> str | None:
-        """Return the error if the ranks of several groups wait for each other; `pending`: the call that this rank waits for."""
-        return None if self.joint_groups is None else self.joint_groups.find_deadlock(self, pending)
+    def publish_joint_wait(self, pending: PendingCall) -> None:
+        """If this is one of several groups of a model: write for all ranks of the job that this one waits for a call in it."""
+        if not self.joined:
+            return
+        launched = {f"{one.group}/{name}": count for one in list(_living) for name, count in one.detector.launched().items()}
+        key, among = pending.key and f"{self.group}/{pending.key}", pending.among or self.ranks
+        self.job.publish(pending._replace(comm=f"{self.group}/{pending.comm}", key=key, launched=launched, among=[*among]))
+
+    def find_joint_deadlock(self) -> str | None:
+        """Return the error if ranks of the job wait for each other in different groups, this one among them.
+
+        Raises:
+            PeerFailed: they do, because a rank has started another forward.
+        """
+        found = self.job.find_stuck() if self.joined else {}
+        for rank in [rank for rank, one in found.items() if one.is_restart]:
+            raise abandoned_by(rank, None, RESTARTED)
+        return describe_deadlock(found, range(max(found) + 1), absent) if found else None
 
     def end_joint_wait(self) -> None:
         """This rank waits no longer."""
-        if self.joint_groups is not None:
-            self.joint_groups.clear()
+        if self.joined:
+            with suppress(RuntimeError):  # the store may have gone
+                self.job.publish(None)
+
+    def end_wait_in_vain(self, why: str) -> None:
+        """End the wait of the host for a message that will not come: no rank can go on."""
+        self._publish_fatal(why)
+        self.disconnect()
 
     def report_restart(self, rank: int) -> NoReturn:
         """Raise PeerFailed: `rank` has started another forward while this rank waited for it."""

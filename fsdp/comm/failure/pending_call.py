@@ -50,10 +50,16 @@ class PendingCall(NamedTuple):
     """The call in words, such as "all_gather of blocks.3" or "save"."""
     evaluated: int = 0
     """The number of gathers on this communicator that this rank has launched in forwards without gradients."""
+    among: Sequence[int] = ()
+    """The ranks that make the call, as the user counts them: those at both ends of a message. Empty: all of the group."""
 
     def launched_on(self, comm: str) -> int:
         """The number of calls this rank has made on a communicator, which it may not have opened yet."""
         return self.launched.get(comm, 0)
+
+    def has_made(self, other: "PendingCall") -> bool:
+        """Whether this rank has made the call that another one waits for, or is about to."""
+        return self.launched_on(other.comm) >= other.number or bool(self.key and self.key == other.key)
 
     @property
     def is_restart(self) -> bool:
@@ -164,11 +170,7 @@ def is_deadlock(found: dict[int, PendingCall], size: int) -> bool:
 
 def absent_ranks(pending: PendingCall, found: dict[int, PendingCall]) -> list[int]:
     """The ranks that have neither made the call `pending` nor are about to make it."""
-    return [
-        rank
-        for rank, theirs in found.items()
-        if theirs.launched_on(pending.comm) < pending.number and not (theirs.key and theirs.key == pending.key)
-    ]
+    return [rank for rank, theirs in found.items() if not theirs.has_made(pending)]
 
 
 def describe_deadlock(

@@ -362,6 +362,36 @@ def stage_retried(place: str, failing: int | None, micro_batch: int) -> Retried:
     return found
 
 
+def stage_evaluates_alone() -> tuple[Told, float]:
+    """Rank 3 waits for a message of rank 1, which waits for it in a norm over the stages. Rank 2 waits for rank 3, too."""
+    stage = make_stage()
+    schedule = stage.make_schedule()
+    stage.run(schedule, batch(0, stage.mesh["dp"].get_local_rank(), rows=8))
+    fsdp.clip_grad_norm_(stage.module, 1.0, pp_mesh=stage.mesh["pp"])
+    begin = time.monotonic()
+    try:
+        if dist.get_rank() == 3:
+            schedule.eval(target=batch(1, 1, rows=8), losses=[])
+        fsdp.clip_grad_norm_(stage.module, 1.0, pp_mesh=stage.mesh["pp"])
+    except Exception as error:
+        mark_time()
+        return told(cause_of(error)), time.monotonic() - begin
+    raise AssertionError("nobody was told")
+
+
+def stages_receive() -> tuple[Told, float]:
+    """Both stages wait for a message of the other one. No rank waits in a collective."""
+    stage = make_stage()
+    stage.make_schedule()
+    group = stage.mesh.get_group("pp")
+    begin = time.monotonic()
+    try:
+        dist.recv(torch.empty(1), group=group, group_src=1 - stage.index)
+    except Exception as error:
+        return told(cause_of(error)), time.monotonic() - begin
+    raise AssertionError("nobody was told")
+
+
 STAGES: Final = (("forward", 0, 2), ("forward", 3, 0), ("loss", 3, 1), ("backward", 0, 3), ("backward", 3, 1))
 """Where a rank of a stage fails, which one, and in which micro-batch."""
 LATE: Final = STAGES[3]
@@ -489,6 +519,8 @@ PROGRAMS: Final[dict[str, Callable[[], Any]]] = {
     "experts": lambda: experts_retried(3),
     "apart": apart,
     **{f"stage {stage}": lambda stage=stage: stage_retried(*stage) for stage in (*STAGES, ("", None, 0))},
+    "stage evaluates alone": stage_evaluates_alone,
+    "stages receive": stages_receive,
     "stage late": lambda: stage_fails(*LATE),
     "stage killed": lambda: stage_fails("forward", 3, 2, lambda: (mark_time(), os.kill(os.getpid(), signal.SIGKILL))),
     "disagrees": disagrees,
@@ -506,7 +538,10 @@ PROGRAMS: Final[dict[str, Callable[[], Any]]] = {
 
 ENDING: Final = ("killed", "killed beside", "ends", "stage killed")
 """The programs in which the last rank ends."""
-FOR_GOOD: Final = ("apart", "calls another", "crosses", "evaluates alone", "disagrees beside")
+FOR_GOOD: Final = (
+    *("apart", "calls another", "crosses", "evaluates alone", "disagrees beside"),
+    *("stage evaluates alone", "stages receive"),
+)
 """Those after which no rank can go on."""
 
 

@@ -36,10 +36,16 @@ class NoPeers:
     def report_restart(self, rank: int) -> NoReturn:
         raise Restarted(rank)
 
-    def find_joint_deadlock(self, pending: PendingCall) -> None:
+    def publish_joint_wait(self, pending: PendingCall) -> None:
+        return
+
+    def find_joint_deadlock(self) -> None:
         return
 
     def end_joint_wait(self) -> None:
+        return
+
+    def end_wait_in_vain(self, why: str) -> None:
         return
 
 

@@ -228,6 +228,30 @@ def test_ranks_that_wait_for_each_other_across_replicas_are_named_by_all(tmp_pat
 
 
 @pytest.mark.gloo
+def test_ranks_that_wait_for_each_other_across_stages_are_named_by_all(tmp_path: Path) -> None:
+    for one in run(tmp_path, "stage evaluates alone"):
+        found, seconds = one["stage evaluates alone"]
+        assert found.kind == "WorldError" and found.text.startswith("Deadlock: nobody can go on.")
+        assert receives(3, of=1, number=8) in found.text
+        assert re.search(r"Rank 1 waits for all_reduce\('norm of gradients', [^.]*, which rank 3 did not call", found.text)
+        assert seconds < 5
+
+
+def receives(rank: int, of: int, number: int) -> str:
+    call = f"recv of mesh_pp, operation {number} of communicator 'messages {of} to {rank}'"
+    return f"Rank {rank} waits for {call}, which rank {of} did not call."
+
+
+@pytest.mark.gloo
+def test_ranks_that_wait_for_messages_of_each_other_are_named_by_both(tmp_path: Path) -> None:
+    for rank, one in enumerate(run(tmp_path, "stages receive")):
+        found, seconds = one["stages receive"]
+        assert found.kind == "WorldError" and found.text.startswith("Deadlock: nobody can go on.")
+        assert receives(rank, of=(rank + 2) % 4, number=1) in found.text
+        assert seconds < 5
+
+
+@pytest.mark.gloo
 def test_ranks_of_replicas_do_a_step_again_after_two_failures_of_one_of_them(tmp_path: Path) -> None:
     for rank, one in enumerate(run(tmp_path, "fails twice")):
         assert [found.reason for found, _ in one["fails twice"]] == ["" if rank == 2 else "Mine: no"] * 2
