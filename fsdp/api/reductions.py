@@ -86,15 +86,15 @@ def set_divide_factors(model: nn.Module, before: float, after: float) -> None:
             `model` contains no unit or is only a part of a root.
     """
     for engine in engines_in(model, "set_divide_factors"):
-        divide_by(engine, engine.units, before, after)
+        divide_by("set_divide_factors", engine, engine.units, before, after)
 
 
-def divide_by(engine: Engine, units: Iterable[Unit], before: float, after: float) -> None:
-    """Do what `set_divide_factors` does for some units of a root."""
-    for name, factor in (("before", before), ("after", after)):
+def divide_by(caller: str, engine: Engine, units: Iterable[Unit], before: float, after: float) -> None:
+    """Do what `set_divide_factors` does for some units of a root. Errors begin with `caller`."""
+    for factor in (before, after):
         if not 0 < factor < float("inf"):
-            raise ShardingError(f"set_divide_factors: {name} must be a positive number, not {factor!r}.")
-    refuse_unless_resting("set_divide_factors", engine)
+            raise ShardingError(f"{caller}: a factor must be a positive number, not {factor!r}.")
+    refuse_unless_resting(caller, engine)
     if engine.reducer.hook is not None:
-        raise refusal("set_divide_factors: a communication hook reduces the gradients, and it alone divides them.", engine)
+        raise refusal(f"{caller}: a communication hook reduces the gradients, and it alone divides them.", engine)
     engine.reducer.set_divide_factors(units, (before, after))

@@ -30,9 +30,9 @@ def test_the_sum_is_divided_by_both_factors(rank: int, strategy: str, before: fl
 @on_ranks(2)
 def test_what_cannot_be_is_refused(rank: int) -> None:
     model = fsdp.fully_shard(nn.Sequential(nn.Linear(4, 4)), auto_wrap_policy={nn.Linear})
-    with pytest.raises(fsdp.ShardingError, match="set_divide_factors: before must be a positive number, not 0"):
+    with pytest.raises(fsdp.ShardingError, match="set_divide_factors: a factor must be a positive number, not 0"):
         set_divide_factors(model, 0, 1)
-    with pytest.raises(fsdp.ShardingError, match="set_divide_factors: after must be a positive number, not inf"):
+    with pytest.raises(fsdp.ShardingError, match="set_divide_factors: a factor must be a positive number, not inf"):
         set_divide_factors(model, 1, float("inf"))
     with pytest.raises(
         fsdp.ShardingError, match="set_divide_factors: Linear is a part of root 'Sequential'; call it on the root"

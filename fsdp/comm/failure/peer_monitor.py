@@ -423,8 +423,8 @@ class PeerMonitor:
             PeerFailed: they do, because a rank has started another forward.
         """
         found = self.job.find_stuck() if self.joined else {}
-        for rank in [rank for rank, one in found.items() if one.is_restart]:
-            raise abandoned_by(rank, None, RESTARTED)
+        if restarted := [rank for rank, one in found.items() if one.is_restart]:
+            raise abandoned_by(restarted[0], None, RESTARTED)
         return describe_deadlock(found, range(max(found) + 1), absent) if found else None
 
     def end_joint_wait(self) -> None:

@@ -30,7 +30,7 @@ def set_factors(instance: Any, pre: float, post: float, recursive: bool) -> None
     """See `FullyShardedDataParallel.set_gradient_divide_factors`."""
     shard_late(instance)
     for one in instances_in(instance) if recursive else [instance]:
-        divide_by(one._unit_ref.engine, [one._unit_ref.unit], pre, post)
+        divide_by("set_gradient_divide_factors", one._unit_ref.engine, [one._unit_ref.unit], pre, post)
         one.gradient_predivide_factor, one.gradient_postdivide_factor = pre, post
 
 

@@ -186,7 +186,7 @@ class FSDPModule:
             ShardingError: the factor is not a positive number, or a backward is running.
         """
         ref = _ref(self)
-        divide_by(ref.engine, [ref.unit], 1.0, float(factor))
+        divide_by("set_gradient_divide_factor", ref.engine, [ref.unit], 1.0, float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """See `set_gradient_divide_factor`."""

@@ -379,7 +379,7 @@ REFUSALS: dict[str, Callable[[Any], object]] = {
     ),
     "set_requires_gradient_sync: the units of a root": lambda model: model.blocks[0].set_requires_gradient_sync(False),
     "set_requires_all_reduce: the units of a root": lambda model: model.set_requires_all_reduce(False, recurse=False),
-    "set_divide_factors: after must be a positive number, not 0": lambda model: model.blocks[0].set_gradient_divide_factor(0),
+    "set_gradient_divide_factor: a factor must be a pos": lambda model: model.blocks[0].set_gradient_divide_factor(0),
     "set_custom_all_gather: communication is": lambda model: model.set_custom_all_gather(None),
     "set_custom_reduce_scatter: communication is": lambda model: model.set_custom_reduce_scatter(None),
     "unit '0' does not reduce its gradients, by no_sync or set_req": lambda model: _around_one_that_does_not_reduce(),
