@@ -36,13 +36,13 @@ class JobWaits:
         self._store.set(f"{self._rank}", json.dumps(pending))
 
     def find_stuck(self) -> dict[int, PendingCall]:
-        """The ranks that wait for each other for ever, this one among them, and the call of each; empty if this one may go on."""
+        """If this rank waits for ever: the ranks that wait for each other, and the call of each. Otherwise nothing."""
         found = _stuck(self._read())
         if self._rank not in found:
             return {}
         time.sleep(STALL_SECONDS / 4)
         again = self._read()  # the calls were read at different times, and are now known to hold at one time
-        return found if all(again.get(rank) == one for rank, one in found.items()) else {}
+        return _awaited(found) if all(again.get(rank) == one for rank, one in found.items()) else {}
 
     def _read(self) -> dict[int, PendingCall]:
         """The calls that this rank waits for, directly or through other ranks."""
@@ -68,6 +68,13 @@ def _stuck(found: dict[int, PendingCall]) -> dict[int, PendingCall]:
     while free := [rank for rank, one in found.items() if not absent(one, found)]:
         for rank in free:
             del found[rank]
+    return found
+
+
+def _awaited(found: dict[int, PendingCall]) -> dict[int, PendingCall]:
+    """Those of ranks that are stuck for which another one of these waits. How many more wait for them depends on the moment."""
+    while (awaited := {rank for one in found.values() for rank in absent(one, found)}) != found.keys():
+        found = {rank: found[rank] for rank in sorted(awaited)}
     return found
 
 

@@ -417,7 +417,7 @@ class PeerMonitor:
         self.job.publish(pending._replace(comm=f"{self.group}/{pending.comm}", key=key, launched=launched, among=[*among]))
 
     def find_joint_deadlock(self) -> str | None:
-        """Return the error if ranks of the job wait for each other in different groups, this one among them.
+        """Return the error if ranks of the job wait for each other in different groups, and this one for them.
 
         Raises:
             PeerFailed: they do, because a rank has started another forward.
