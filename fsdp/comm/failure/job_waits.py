@@ -30,6 +30,7 @@ class JobWaits:
         """`rank`: this one, as the user counts it."""
         self._store = store
         self._rank = rank
+        self.publish(None)  # a world before this one, with the same store, may have ended while this rank waited
 
     def publish(self, pending: PendingCall | None) -> None:
         """Write the call that this rank waits for; None: it waits no longer. The names in it are those of no other group."""
