@@ -201,7 +201,7 @@ class FSDPModule:
 
         Raises:
             ValueError: there are replicas, whose stream is the engine's.
-            ShardingError: the hook cannot be called, gradients of the unit are sparse, or a forward or backward is running.
+            ShardingError: the hook cannot be called, or a forward or backward is running.
         """
         ref = _ref(self)
         if not (hook is None or callable(hook)):
@@ -209,8 +209,6 @@ class FSDPModule:
         if stream is not None and ref.engine.comms.replica_comm.size > 1:
             raise ValueError("set_all_reduce_hook: stream cannot be set when there are replicas; leave it out.")
         refuse_unless_resting("set_all_reduce_hook", ref.engine)
-        if any(flat.is_sparse for flat in ref.unit.flats):
-            raise ShardingError("set_all_reduce_hook: gradients of the unit are sparse, and no chunk; leave sparse=True out.")
         ref.unit.set(after_reduction=partial(call_on, stream, hook) if hook and stream else hook)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:

@@ -5,6 +5,7 @@ import pickle
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import fsdp
 from fsdp.comm.failure import desync
 from fsdp.comm.failure import peer_monitor as module
 from fsdp.comm.failure.ended_processes import is_dead, this_process
+from fsdp.comm.failure.job_waits import JobWaits
 from fsdp.comm.failure.peer_monitor import PeerMonitor, seconds
+from fsdp.comm.failure.pending_call import PendingCall
 from fsdp.errors import FEWER_BATCHES, PeerFailed
 from tests.support.stores import MemoryStore, Scope, said, together
 
@@ -46,6 +49,18 @@ def test_who_abandons_says_why_to_those_who_wait() -> None:
             assert isinstance(error, PeerFailed)
             assert (error.rank, error.unit, error.reason) == (10, "blocks.1", "ValueError: no")
             assert "rank 10 has abandoned the step, in unit 'blocks.1', with ValueError: no." in str(error)
+
+
+def test_a_wait_that_has_failed_is_forgotten_when_ranks_connect_again() -> None:
+    ranks, store = make(2), MemoryStore()
+    for one, rank in zip(ranks, (10, 11), strict=True):
+        one.job, one.joined = JobWaits(store, rank), [weakref.ref(one)]
+        one.publish_joint_wait(PendingCall("shard", 1, "a gather", "", {}))
+        one.abandon("Net", None)
+    # others may still look for the reason why they wait
+    assert all(b"a gather" in store.get(key) for key in ("10", "11"))
+    together(*(one.reconnect for one in ranks))
+    assert [store.get(key) for key in ("10", "11")] == [b"null", b"null"]
 
 
 def test_a_rank_that_is_notified_of_a_failure_passes_it_on_as_it_is() -> None:

@@ -357,6 +357,11 @@ def _mesh_of_three() -> Any:
     return SimpleNamespace(ndim=3)
 
 
+def _hook_on_a_stream_with_replicas() -> None:
+    module: Any = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 1)))
+    module.set_all_reduce_hook(print, stream=object())
+
+
 def _around_one_that_does_not_reduce() -> None:
     inner: Any = fully_shard(nn.Linear(2, 2))
     inner.set_requires_gradient_sync(False)
@@ -383,6 +388,7 @@ REFUSALS: dict[str, Callable[[Any], object]] = {
     "set_custom_all_gather: communication is": lambda model: model.set_custom_all_gather(None),
     "set_custom_reduce_scatter: communication is": lambda model: model.set_custom_reduce_scatter(None),
     "unit '0' does not reduce its gradients, by no_sync or set_req": lambda model: _around_one_that_does_not_reduce(),
+    "stream cannot be set when there are replicas": lambda model: _hook_on_a_stream_with_replicas(),
     "set_all_reduce_hook takes a function of a tensor, not 3": lambda model: model.set_all_reduce_hook(3),
     "set_symm_mem_for_comm: buffers are": lambda model: model.set_symm_mem_for_comm(),
     "set_allocate_memory_from_process_group_for_comm: buffers are": lambda model: (
