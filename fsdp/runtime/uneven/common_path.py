@@ -19,7 +19,7 @@ from fsdp.runtime.engine import Engine
 from fsdp.runtime.path_policy import PathPolicy
 from fsdp.runtime.prefetch import PrefetchSchedule
 from fsdp.runtime.registry import collective_call, engines_in, refuse_unless_resting
-from fsdp.runtime.uneven.data_left import Next, exchange_data_left
+from fsdp.runtime.uneven.data_left import Operation, exchange_data_left
 from fsdp.runtime.uneven.gather_order import Combine, GatherOrder
 from fsdp.runtime.uneven.join_base import Joined
 from state_machine import Event
@@ -145,7 +145,7 @@ class CommonPath(PathPolicy):
                 "of it; train inside fsdp.join on every rank."
             )
         assert isinstance(watcher, Joined), "a rank outside of fsdp.join was refused"
-        watcher.on_data_left(left, Next.BACKWARD if Place.END_OF_BACKWARD in places else Next.STEP)
+        watcher.on_data_left(left, Operation.REDUCES if Place.END_OF_BACKWARD in places else Operation.STEPS)
 
 
 def _keep_until_the_end(index: int) -> None:

@@ -11,7 +11,7 @@ others are. Before a step that means: if they were set to None since the backwar
 
 import weakref
 from collections.abc import Sequence
-from enum import Enum, IntEnum, auto
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -22,12 +22,14 @@ from fsdp.runtime.engine import Engine
 from fsdp.shards.shard_tensor import plain, quick_attributes
 
 
-class Next(Enum):
-    """What the ranks with data do next."""
+class Operation(IntEnum):
+    """The next operation of a rank with data, as it is announced."""
 
-    FORWARD = auto()
-    BACKWARD = auto()
-    STEP = auto()
+    TRAINS = 0
+    EVALUATES = 1
+    REDUCES = 2
+    KEEPS = 3
+    STEPS = 4
 
 
 class ShardGrads(IntEnum):
@@ -94,13 +96,13 @@ class DataLeft(NamedTuple):
         """Those that have none."""
         return [rank for rank, state in enumerate(self.states) if not state.has_data]
 
-    def keeps_grads(self, comes: Next) -> list[bool]:
+    def keeps_grads(self, comes: Operation) -> list[bool]:
         """For each sharded parameter, whether ranks without data keep their gradient. See the note above."""
         were_removed = any(self.states[rank].shard_grads is ShardGrads.REMOVED for rank in self.ranks)
-        unknown_are_kept = _SOME in self.of_params or (comes is Next.STEP and not were_removed)
+        unknown_are_kept = _SOME in self.of_params or (comes is Operation.STEPS and not were_removed)
         return [unknown_are_kept if one == _UNKNOWN else one == _SOME for one in self.of_params]
 
-    def refuse_changes(self, comes: Next) -> None:
+    def refuse_changes(self, comes: Operation) -> None:
         """Refuse changes of gradients outside the step that a rank without data cannot know.
 
         A change through `.data` is not noticed by itself. If all gradients are zeros before a backward, it was one.
@@ -110,13 +112,13 @@ class DataLeft(NamedTuple):
         """
         keeping = [rank for rank, state in enumerate(self.states) if state.shard_grads is ShardGrads.VALUES]
         changed = [rank for rank in self.ranks if self.states[rank].changed_grads]
-        if self.finished and changed and (keeping or comes is Next.STEP):
+        if self.finished and changed and (keeping or comes is Operation.STEPS):
             raise ShardingError(
                 f"inside fsdp.join, gradients were changed outside the function that steps on {name_ranks(changed)}, and so "
                 f"not on {name_ranks(self.finished)}, where no data is left: change them in that function, or set them to None."
             )
         of_data = max(self.states[rank].shard_grads for rank in self.ranks)
-        if comes is Next.BACKWARD and keeping and of_data is ShardGrads.ZEROS:
+        if comes in (Operation.REDUCES, Operation.KEEPS) and keeping and of_data is ShardGrads.ZEROS:
             raise ShardingError(
                 f"inside fsdp.join, gradients are zeros on the ranks that have data left, and not on {name_ranks(keeping)}, "
                 "which cannot know of it: call zero_grad() without set_to_none=False, or zero them in the function that steps."

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fsdp.errors import InputsExhausted, ShardingError, name_ranks
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.path_policy import PassWatcher
-from fsdp.runtime.uneven.data_left import DataLeft, GradVersions, Next
+from fsdp.runtime.uneven.data_left import DataLeft, GradVersions, Operation
 
 
 class JoinRules(NamedTuple):
@@ -78,7 +78,7 @@ class Joined(PassWatcher, ABC):
         assert self._step is not None, "the other ranks were given one too"
         self._step()
 
-    def on_data_left(self, left: DataLeft, comes: Next) -> None:
+    def on_data_left(self, left: DataLeft, comes: Operation) -> None:
         """Apply the rules, and on a finished rank drop the gradients that the ranks with data do not have.
 
         Raises:

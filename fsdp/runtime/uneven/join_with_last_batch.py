@@ -8,7 +8,6 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -19,21 +18,10 @@ from fsdp.autograd.pytree import tensors_in
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import InputsExhausted, ShardingError
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.uneven.data_left import Next, exchange_data_left
+from fsdp.runtime.uneven.data_left import Operation, exchange_data_left
 from fsdp.runtime.uneven.join_base import Joined, JoinRules
 
-
-class _Operation(IntEnum):
-    """The next operation of a rank with data, as it is announced."""
-
-    TRAINS = 0
-    EVALUATES = 1
-    REDUCES = 2
-    KEEPS = 3
-    STEPS = 4
-
-
-_FORWARDS = _Operation.TRAINS, _Operation.EVALUATES
+_FORWARDS = Operation.TRAINS, Operation.EVALUATES
 
 
 class EvenJoin(Joined):
@@ -69,12 +57,12 @@ class EvenJoin(Joined):
         self._engine.reducer.ignores_local_grads = True
         try:
             while (operation := self._announce(None)) is not None:
-                if operation is _Operation.STEPS:
+                if operation is Operation.STEPS:
                     self._step_with_others()
                 elif operation in _FORWARDS:
-                    self._run_forward(operation is _Operation.TRAINS)
+                    self._run_forward(operation is Operation.TRAINS)
                 else:
-                    self._run_backward(operation is _Operation.REDUCES)
+                    self._run_backward(operation is Operation.REDUCES)
         finally:
             self._engine.reducer.ignores_local_grads = False
             self._outputs.clear()
@@ -82,19 +70,19 @@ class EvenJoin(Joined):
     # what a rank with data announces ------------------------------------------------------
 
     def before_forward(self, records_graph: bool) -> None:
-        self._announce_own(_Operation.TRAINS if records_graph else _Operation.EVALUATES)
+        self._announce_own(Operation.TRAINS if records_graph else Operation.EVALUATES)
 
     def before_backward(self, reduces: bool) -> None:
-        self._announce_own(_Operation.REDUCES if reduces else _Operation.KEEPS)
+        self._announce_own(Operation.REDUCES if reduces else Operation.KEEPS)
 
     def _announce_step(self) -> None:
-        self._announce(_Operation.STEPS)
+        self._announce(Operation.STEPS)
 
-    def _announce_own(self, operation: _Operation) -> None:
+    def _announce_own(self, operation: Operation) -> None:
         if not self._finished:
             self._announce(operation)
 
-    def _announce(self, operation: _Operation | None) -> _Operation | None:
+    def _announce(self, operation: Operation | None) -> Operation | None:
         """Announce the next operation of this rank, or None if it has finished; return that of the ranks with data, if any.
 
         Raises:
@@ -109,12 +97,11 @@ class EvenJoin(Joined):
             return None
         counts = Counter(left.states[rank].operation for rank in left.ranks)
         if len(counts) > 1:
-            counted = ", ".join(f"{counts[one]} {one.name.lower()}" for one in _Operation if counts[one])
+            counted = ", ".join(f"{counts[one]} {one.name.lower()}" for one in Operation if counts[one])
             raise ShardingError(f"inside fsdp.join, of {len(left.ranks)} ranks that have data left {counted} at the same time.")
-        (found,) = map(_Operation, counts)
+        (found,) = map(Operation, counts)
         try:
-            comes = Next.STEP if found is _Operation.STEPS else Next.FORWARD if found in _FORWARDS else Next.BACKWARD
-            self.on_data_left(left, comes)
+            self.on_data_left(left, found)
         except InputsExhausted as stop:
             if self._finished:
                 self._engine.abandon_step(stop)  # the others do so in the forward that they have begun
