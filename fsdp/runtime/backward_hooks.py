@@ -48,7 +48,8 @@ class BackwardHooks(RefuseCopy):
         self.outer: Sequence[BackwardHooks] = ()
         """The hooks of all units with inner units. Autograd can leave such a unit by a path without hooks."""
         self._unit.observer = self
-        self._handles: list[RemovableHandle] = []
+        self.handles: list[RemovableHandle] = []
+        """Those of the hooks on parameters."""
         for number in engine.reducer.of_unit[index]:
             early_bucket = number if number in engine.reducer.early else None
             hook = _post_accumulate_hook(self, early_bucket, engine.streams)
@@ -62,13 +63,8 @@ class BackwardHooks(RefuseCopy):
         if parameter.is_floating_point() or parameter.is_complex():
             trains = parameter.requires_grad
             parameter.requires_grad_(True)
-            self._handles.append(register(hook))
+            self.handles.append(register(hook))
             parameter.requires_grad_(trains)
-
-    def remove(self) -> None:
-        """Remove the hooks on parameters."""
-        for handle in self._handles:
-            handle.remove()
 
     def hook_outputs(
         self,
@@ -307,18 +303,13 @@ class AccumulateGradChecks:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._relayed: dict[int, RemovableHandle] = {}
+        self.relayed: dict[int, RemovableHandle] = {}
         """The hooks that run nodes kept before wrapping, by the id of the shard."""
         self._is_checked = False
         for info, unsharded in zip(unit.param_infos, unit.unsharded_params, strict=True):
             if info.kept_accumulator is not None:
                 relay = _relay(info.kept_accumulator, info.parameter, info.names[0])
-                self._relayed[id(info.parameter)] = unsharded.register_hook(relay)  # type: ignore[no-untyped-call]
-
-    def remove(self) -> None:
-        """Remove the hooks. The kept nodes get no more gradients."""
-        for handle in self._relayed.values():
-            handle.remove()
+                self.relayed[id(info.parameter)] = unsharded.register_hook(relay)  # type: ignore[no-untyped-call]
 
     def check(self) -> None:
         """Check before the first forward that no other node is kept, because no gradient would reach it.
@@ -340,7 +331,7 @@ class AccumulateGradChecks:
                     "p.register_hook."
                 )
             # what `p.full_tensor()` of a DTensor returns keeps the node, and code that has looked at it may keep that
-            if self._unit.replaces_params or id(info.parameter) in self._relayed:
+            if self._unit.replaces_params or id(info.parameter) in self.relayed:
                 continue
             if _keeps_accumulator(info.parameter):
                 self._unit.check_modules()  # torch's prune keeps it, and says so by another name of the parameter

@@ -76,16 +76,14 @@ class ForwardHooks(RefuseCopy):
         own_modules = [one for module in members for one in modules_within(module, modules_of_units)]
         self._side_outputs = SideOutputs(members, own_modules, self._see)
         self._accumulate_grad_checks = AccumulateGradChecks(self._unit)
-        self._handles: list[RemovableHandle] = []
+        self._handles = [*backward.handles, *self._accumulate_grad_checks.relayed.values()]
         for module in members:
             self._handles.append(module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._post_forward, always_call=True, with_kwargs=True))
 
     def remove(self) -> None:
         """Remove the hooks of the unit, also those of a backward."""
-        self._backward.remove()
         self._side_outputs.remove()
-        self._accumulate_grad_checks.remove()
         for handle in self._handles:
             handle.remove()
 
