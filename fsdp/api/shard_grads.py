@@ -12,7 +12,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from fsdp.autograd.engine_calls import Answered, EngineCall
+from fsdp.autograd.engine_calls import EngineCall
 from fsdp.autograd.frames import in_backward
 from fsdp.autograd.visits import is_batched
 from fsdp.errors import ShardingError
@@ -28,17 +28,16 @@ def refuse_compiled_autograd() -> NoReturn:
     )
 
 
-def translate_shards(call: EngineCall) -> tuple[Any, ...]:
-    """The inputs of a call, with the unsharded parameters in place of their shards. See [Note: gradients of shards].
+def translate_shards(call: EngineCall) -> tuple[Sequence[Any], Sequence[Tensor | None] | None]:
+    """The inputs of a call, with unsharded parameters in place of shards; and its result, if it asks for gradients of shards.
 
     Raises:
-        Answered: the call asks for gradients of shards. They were computed.
         ShardingError: it asks for what cannot be computed. Nothing was.
     """
     units = [unit_of_shard(one) for one in call.inputs]
     inputs = tuple(given if unit is None else unit.unsharded_of(given) for given, unit in zip(call.inputs, units, strict=True))
     if call.accumulates or not any(units):
-        return inputs
+        return inputs, None
     owners = [unit for unit in units if unit is not None]
     if len(owners) < len(inputs):
         raise ShardingError(
@@ -46,7 +45,7 @@ def translate_shards(call: EngineCall) -> tuple[Any, ...]:
             "tensors in a call of their own, first, with retain_graph=True."
         )
     _refuse(call, owners)
-    raise Answered(_gradients(call, inputs))
+    return inputs, _gradients(call, inputs)
 
 
 def _refuse(call: EngineCall, owners: Sequence[Unit]) -> None:

@@ -36,16 +36,8 @@ class EngineCall(NamedTuple):
     allow_unused: bool
 
 
-class Answered(Exception):  # not an error
-    """Ends the interception of a call: `gradients` are its result."""
-
-    def __init__(self, gradients: tuple[Tensor | None, ...]) -> None:
-        super().__init__()
-        self.gradients = gradients
-
-
-def intercept_engine_calls(translate: Callable[[EngineCall], tuple[Any, ...]], refuse: Callable[[], NoReturn]) -> None:
-    """From now on, let `translate` choose the inputs of each call that names inputs, or answer it by raising `Answered`.
+def intercept_engine_calls(translate: Callable[[EngineCall], tuple[Any, Any]], refuse: Callable[[], NoReturn]) -> None:
+    """From now on, let `translate` choose the inputs of each call that names inputs, or give the result of the call besides.
 
     A call without inputs costs one call of Python more. `refuse` raises an error: a graph with units is run by compiled
     autograd. Idempotent.
@@ -70,10 +62,9 @@ def intercept_engine_calls(translate: Callable[[EngineCall], tuple[Any, ...]], r
             refuse()
         if inputs:
             call = EngineCall(outputs, output_grads, retain_graph, create_graph, inputs, accumulate_grad, allow_unreachable)
-            try:
-                inputs = translate(call)
-            except Answered as answered:
-                return answered.gradients
+            inputs, answer = translate(call)
+            if answer is not None:
+                return answer
         try:
             return run(
                 outputs, output_grads, retain_graph, create_graph, inputs, allow_unreachable, accumulate_grad=accumulate_grad
