@@ -168,8 +168,6 @@ class Reducer:
         hooked = self.reductions.hook is not None
         self._expected = {n: 0 if hooked else sum(self.buckets[n].flat.requires_grad_flags) for n in self.early}
         """For each early bucket, how many gradients it waits for. Below 1: none."""
-        self._flushed = 0
-        """The number of flushed units."""
         self.settled = False
         """Whether all reductions of this backward were waited for."""
         self._hooked: list[tuple[int, nn.Parameter]] = []
@@ -242,13 +240,12 @@ class Reducer:
 
     def flush(self, index: int) -> None:
         """At the end, in the agreed order: launch gradients that were not launched, if any rank has them."""
-        if not self._flushed:
+        if index == self.order.units[0]:
             self._exchange_used()
-        self._flushed += 1
         for number in self.of_unit[index]:
             self._on(number, BucketEvent.FLUSH_GRADS)
         self.advance()
-        if self._flushed == len(self._units):
+        if index == self.order.units[-1]:
             with self._streams.computing():
                 self._launch_remainders()
 

@@ -60,8 +60,6 @@ class Passes:
         self._streams = engine.streams
         self._path = path
         self._gathers = gathers
-        self._schedule = path.forward
-        """What is gathered next in the pass that runs."""
         self._stale_params = StaleParams(units, engine.root, engine.streams, engine.comms.world_comm)
         self._compiled = 0
         """How many functions torch.compile had compiled in this process when the backward began."""
@@ -117,7 +115,6 @@ class Passes:
                 engine.abandon_step()
         if not engine.forward.calls:
             self._begin_forward(index)
-        self._schedule = self._path.forward
         engine.on_event(index, Event.PRE_FORWARD)
         engine.forward.calls.append(call)
 
@@ -171,10 +168,10 @@ class Passes:
 
     def unshard(self, index: int) -> None:
         """Gather a unit, unless it is gathered, wait, and let its modules show unsharded parameters. Prefetch what comes next."""
-        engine = self.engine
-        if together := self._schedule.gathered_with(index):
+        engine, in_backward = self.engine, self._root.in_backward
+        schedule = self._path.backward if in_backward else self._path.forward
+        if together := schedule.gathered_with(index):
             self._gathers.prefetch(together, self._prefetch)
-        in_backward = self._root.in_backward
         if in_backward:
             unit = self._units[index]
             unit.sync_requires_grad()  # a hook or a recompute in this backward may have changed it
@@ -188,7 +185,7 @@ class Passes:
         waited = Effect.WAIT_ALL_GATHER in done
         self._streams.unit_begins(waited)
         if waited:
-            self._gathers.prefetch(self._schedule.needed(index), self._prefetch)
+            self._gathers.prefetch(schedule.needed(index), self._prefetch)
 
     def all_gather(self, index: int) -> None:
         """Launch the all-gather of a unit, or collect it for one of several small units."""
@@ -268,7 +265,6 @@ class Passes:
                 call.path.versions += self._units[call.unit].write_back_inplace(call.taken)
         engine.backward = Pass(graph_task())
         self._compiled = getattr(sys.modules.get(_COMPILER), "FRAME_COUNTER", 0)
-        self._schedule = self._path.backward
         self._reducer.begin(accumulates=kind is BackwardEvent.NO_SYNC_BEGINS)
         if reduces and self._reducer.policy.find_unused_parameters:
             self._reducer.expect_only_used(gets_gradient)
@@ -277,7 +273,7 @@ class Passes:
             engine.pending_backward.callback(self._root, self.finalize_backward, self.on_backward_failed)
         )
         self._begin_pass(is_forward=False)
-        self._gathers.prefetch(self._schedule.begin(), self._prefetch)  # while the layers of the root itself compute
+        self._gathers.prefetch(self._path.backward.begin(), self._prefetch)  # while the layers of the root itself compute
 
     def _look_at_flags(self, method: Callable[[Unit], None]) -> None:
         """Call `method` with each unit if `requires_grad` of a shard may have changed since the last time."""
