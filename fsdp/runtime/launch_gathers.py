@@ -1,12 +1,13 @@
 """Launches the all-gathers of units: one for each, or one for several small ones that are gathered at the same time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from fsdp.comm.communicator import Communicator
 from fsdp.device.streams import Streams
 from fsdp.params.unit import Unit
+from fsdp.runtime.prefetch import share_gathers
 
 
 class Gathers:
@@ -42,7 +43,7 @@ class Gathers:
                 request(index)
         finally:
             self._collected = None
-        for group in self._groups(collected):
+        for group in share_gathers(collected, self._sizes, self._cap, self._kinds):
             self._launch(group)
 
     def gather(self, index: int) -> None:
@@ -52,18 +53,6 @@ class Gathers:
             self._on_launch((index,))
         else:
             self._collected.append(index)
-
-    def _groups(self, indices: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Neighbours among the units, as many as one all-gather serves."""
-        first, total = 0, 0
-        for place, index in enumerate(indices):
-            total += self._sizes[index]
-            kind = self._kinds[index]
-            if place > first and (total > self._cap or kind is None or kind != self._kinds[indices[first]]):
-                yield indices[first:place]
-                first, total = place, self._sizes[index]
-        if indices:
-            yield indices[first:]
 
     def _launch(self, group: Sequence[int]) -> None:
         units = [self._units[index] for index in group if len(group) == 1 or self._sizes[index]]

@@ -10,13 +10,33 @@ same one, also after one of them has failed alone. So a record changes only when
 After that only hooks of the user can fail.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain, islice
 
 from fsdp.log import LOG
 
 Group = tuple[int, ...]
 """Units that share an all-gather, in the order in which they are needed."""
+
+
+def share_gathers(units: Sequence[int], sizes: Sequence[int], cap: int, kinds: Sequence[Hashable] = ()) -> Iterator[Group]:
+    """Neighbours among the units that one all-gather serves: each once, of at most `cap` bytes, and of one kind that is not None.
+
+    The first one alone may be larger. Without `kinds` all units are of one.
+    """
+    group: Group = ()
+    for unit in units:
+        if group and not (
+            cap
+            and unit not in group
+            and sum([sizes[one] for one in (*group, unit)]) <= cap
+            and (not kinds or kinds[group[0]] is not None and kinds[unit] == kinds[group[0]])
+        ):
+            yield group
+            group = ()
+        group = (*group, unit)
+    if group:
+        yield group
 
 
 class PrefetchSchedule:
@@ -89,7 +109,8 @@ class PrefetchSchedule:
         if self._current and not (self._followed and len(self._current) == len(self._record)):
             what = "order changed" if self._record else "schedule learned"
             self._record = tuple(self._current)
-            self._groups = tuple(self._make_groups())
+            groups = share_gathers(self._record, self._sizes, self._cap)
+            self._groups = tuple(chain.from_iterable((group, *((),) * (len(group) - 1)) for group in groups))
             LOG.info(
                 "%s: %s: %s", self._name, what, [self._units[unit] for unit in self._record] if self._units else self._record
             )
@@ -101,15 +122,3 @@ class PrefetchSchedule:
     def _ahead(self, place: int) -> Sequence[int]:
         """The units of `depth` groups, of which the first begins at `place` of the record."""
         return tuple(chain.from_iterable(islice(filter(None, self._groups[place:]), self.depth)))
-
-    def _make_groups(self) -> Iterator[Group]:
-        groups: list[list[int]] = []
-        for unit in self._record:
-            may_share = self._cap and groups and unit not in groups[-1]
-            if may_share and self._cap >= sum(self._sizes[one] for one in (*groups[-1], unit)):
-                groups[-1].append(unit)
-            else:
-                groups.append([unit])
-        for group in groups:
-            yield tuple(group)
-            yield from ((),) * (len(group) - 1)
