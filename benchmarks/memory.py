@@ -95,7 +95,7 @@ def backend_reduces() -> Iterator[None]:
     def reduce_scatter(self: ProcessGroupCommunicator, bucket: Tensor, into: Tensor, label: str, *_: bool) -> Work:
         return self.group._reduce_scatter_base(into, bucket, dist.ReduceScatterOptions())
 
-    with patch.multiple(ProcessGroupCommunicator, reduce_scatter=reduce_scatter, scratch_bytes=lambda self, bucket, *_: 0):
+    with patch.object(ProcessGroupCommunicator, "reduce_scatter", reduce_scatter):
         yield
 
 

@@ -72,14 +72,6 @@ class Communicator:
         """`reduce_scatter` each bucket: as one operation of the backend where that supports it, else one after the other."""
         return Works([self.reduce_scatter(bucket, chunk, label) for bucket, chunk in zip(buckets, into, strict=True)])
 
-    def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
-        """Bytes that a `reduce_scatter` of `bucket` allocates until its `wait` returns."""
-        return 0
-
-    def all_reduce_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
-        """Bytes that a summing `all_reduce` of `tensor` allocates; `wait` needs half as much again."""
-        return 0
-
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         """Combine `tensor` (any shape) over all ranks, in place.
 

@@ -118,7 +118,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
         if fixed_order or bucket.device.type == "cpu":
-            return reduce_scatter_by_exchange(partial(self._exchange, label), bucket, into)
+            return reduce_scatter_by_exchange(partial(self._exchange, label), bucket.view(self.size, -1), into)
         return self._launch("reduce_scatter", label, bucket, lambda group: group._reduce_scatter_base(into, bucket, _SCATTER))
 
     def supports_coalescing(self, device: torch.device, fixed_order: bool = False) -> bool:
@@ -139,13 +139,6 @@ class ProcessGroupCommunicator(Communicator):
             return work
 
         return self._launch("reduce_scatter", label, buckets[0], launch, sum(bucket.nbytes for bucket in buckets))
-
-    def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
-        return bucket.nbytes if fixed_order or bucket.device.type == "cpu" else 0
-
-    def all_reduce_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
-        chunk = -(-tensor.numel() // self.size)
-        return 2 * self.size * chunk * tensor.element_size() if fixed_order else 0
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         if fixed_order and op == "sum":
@@ -218,11 +211,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
         received = torch.empty_like(into)
         work = self._launch("reduce_scatter", label, bucket, partial(self._swap, self._of_peer(bucket), received))
         own = bucket.narrow(0, self.rank * into.numel(), into.numel())
-        return WorkThen(work, partial(sum_of_two, own, received, into))
-
-    def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
-        swaps = self.size == 2 and bucket.device.type == "cpu"
-        return bucket.nbytes // 2 if swaps else super().scratch_bytes(bucket, fixed_order)
+        return WorkThen(work, partial(sum_of_two, own, received, into), received.nbytes)
 
     def _of_peer(self, both: Tensor) -> Tensor:
         """The other rank's chunk in a tensor of two."""

@@ -192,10 +192,6 @@ class SimulatedCommunicator(Communicator):
         side = Side(f"reduce_scatter({label!r}, {describe(bucket)})", label, move_sums, (given, target))
         return self._launch("reduce_scatter", side, bucket.nbytes - into.nbytes)
 
-    def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
-        """Zero: the sum is written to its place at once."""
-        return 0
-
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
         """Combine `tensor` (any shape) over all ranks, in place, in rank order, half precision in fp32."""
         if op not in ("sum", "max"):

@@ -39,11 +39,13 @@ DONE: Final = Works(())
 class WorkThen:
     """A collective in flight, and something that `wait` does after it: sums what was exchanged, or copies it back."""
 
-    __slots__ = ("_then", "_work")
+    __slots__ = ("_then", "_work", "scratch")
 
-    def __init__(self, work: Work, then: Callable[[], object]) -> None:
+    def __init__(self, work: Work, then: Callable[[], object], scratch: int = 0) -> None:
         self._work = work
         self._then = then
+        self.scratch = scratch
+        """Bytes that were allocated for it until `wait` returns."""
 
     def wait(self) -> None:
         self._work.wait()
@@ -91,41 +93,43 @@ class TwoPhaseWork:
         """The collective in flight."""
 
 
+def scratch_of(work: Work) -> int:
+    """Bytes that were allocated for a collective until its `wait` returns, as far as its work says."""
+    return getattr(work, "scratch", 0)
+
+
 Exchange = Callable[[Tensor, Tensor], Work]
 """Launches an exchange (received, sent): chunk r of `sent` goes to rank r, and chunk r of `received` comes from rank r."""
 
 
 def reduce_scatter_by_exchange(exchange: Exchange, bucket: Tensor, into: Tensor) -> Work:
-    """Launch a reduce-scatter (W * C,) -> (C,) as an exchange of chunks, which `wait` sums in a fixed order."""
+    """Launch a reduce-scatter (W, C) -> (C,) as an exchange of chunks, which `wait` sums in a fixed order."""
     received = torch.empty_like(bucket)
-    return WorkThen(exchange(received, bucket), partial(pairwise_sum, received.view(-1, into.numel()), into))
+    return WorkThen(exchange(received, bucket), partial(pairwise_sum, received, into), received.nbytes)
 
 
 class DeterministicAllReduce(TwoPhaseWork):
-    """An all-reduce by an exchange of chunks, which `wait` sums in a fixed order and gathers with `gather`.
+    """An all-reduce by a reduce-scatter in a fixed order, whose sums `wait` gathers with `gather`.
 
     The tensor is padded to a multiple of the number of ranks.
     """
 
-    __slots__ = ("_gather", "_rank", "_received", "_sent", "_tensor")
+    __slots__ = ("_gather", "_padded", "_tensor", "scratch")
 
     def __init__(self, exchange: Exchange, gather: Callable[[Tensor], Work], tensor: Tensor, rank: int, size: int) -> None:
-        self._sent = tensor.new_zeros(size, -(-tensor.numel() // size))
-        """The padded input, kept in memory while it is sent."""
-        self._sent.view(-1)[: tensor.numel()].copy_(tensor.view(-1))
-        self._received = torch.empty_like(self._sent)
+        self._padded = tensor.new_zeros(size, -(-tensor.numel() // size))
+        """The input while it is sent, and the sums after that."""
+        self._padded.view(-1)[: tensor.numel()].copy_(tensor.view(-1))
         self._tensor = tensor
         self._gather = gather
-        self._rank = rank
-        super().__init__(exchange(self._received, self._sent))
+        self.scratch = 2 * self._padded.nbytes
+        super().__init__(reduce_scatter_by_exchange(exchange, self._padded, self._padded[rank]))
 
     def wait(self) -> None:
         self.begun.wait()
-        sums = torch.empty_like(self._received)
-        pairwise_sum(self._received, sums[self._rank])
-        self.begun = self._gather(sums.view(-1))
+        self.begun = self._gather(self._padded.view(-1))
         self.begun.wait()
-        self._tensor.view(-1).copy_(sums.view(-1)[: self._tensor.numel()])
+        self._tensor.view(-1).copy_(self._padded.view(-1)[: self._tensor.numel()])
 
 
 def pairwise_sum(parts: Tensor, into: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp.comm.context import CommContext
-from fsdp.comm.work import DONE, TwoPhaseWork, Work
+from fsdp.comm.work import DONE, TwoPhaseWork, Work, scratch_of
 from fsdp.config import ReductionPolicy
 from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.device.streams import Streams
@@ -39,8 +39,6 @@ class Reduction(NamedTuple):
     work: Work
     joined: Tensor | None
     """The gradients of several buckets in one input, if they were joined."""
-    scratch: int
-    """Bytes that the communicator holds while the reduction is in flight."""
     divisor: float = 1
     """What the sum is divided by."""
     lane: int = 0
@@ -151,10 +149,9 @@ class ReductionQueue:
         except BaseException:
             self._release(buckets, joined)
             raise
-        scratch = 0 if coalesced else comm.scratch_bytes(inputs[0], self._exact)
         self._tracker.add("reduced", output.nbytes)
-        self._tracker.add("scratch", scratch)
-        self._reduce_scatters.append(Reduction(buckets, output, work, joined, scratch, divisor, lane))
+        self._tracker.add("scratch", scratch_of(work))
+        self._reduce_scatters.append(Reduction(buckets, output, work, joined, divisor, lane))
 
     def _launch_replicated(self, buckets: Sequence[Bucket], lane: int, remainder: bool) -> None:
         """Launch where the chunk is the whole bucket: the buffer that is filled is the output, and becomes `.grad`."""
@@ -169,7 +166,7 @@ class ReductionQueue:
         for bucket, chunk in zip(buckets, _split(output, buckets), strict=True):
             bucket.fill(remainder, chunk, predivisor)
         with self._streams.reducing(lane):
-            self._start_all_reduce(Reduction(buckets, output, DONE, None, 0, divisor, lane))
+            self._start_all_reduce(Reduction(buckets, output, DONE, None, divisor, lane))
         self._tracker.add("reduced", size_of(output))
         # the output was allocated on the compute stream, and may be released already
         if buckets[0].flat.home.copies and buckets[0].flat.comms.lane(lane).replicate.size == 1:
@@ -192,7 +189,7 @@ class ReductionQueue:
         with self._streams.reducing(lane):
             work = SparseTotal(rows, bucket.flat.comms.lane(lane).replicate, bucket.name)
         self._tracker.add("reduced", size_of(rows))
-        self._all_reduces.append(Reduction((bucket,), rows, work, None, 0, divisor, lane))
+        self._all_reduces.append(Reduction((bucket,), rows, work, None, divisor, lane))
 
     def launch_hooked(self, bucket: Bucket, shown: GradBucket, remainder: bool) -> None:
         """Fill one bucket and let the comm hook reduce it. Its gradients stay in its memory until it was waited for."""
@@ -207,7 +204,7 @@ class ReductionQueue:
             bucket.memory.release(self._tracker)
             raise
         self._tracker.add("reduced", size_of(output))
-        self._reduce_scatters.append(Reduction((bucket,), output, work, None, 0))
+        self._reduce_scatters.append(Reduction((bucket,), output, work, None))
 
     def wait_next(self) -> None:
         """Wait for the oldest reduction over the ranks that share the shards, and start that of its sums over the replicas."""
@@ -221,7 +218,7 @@ class ReductionQueue:
             self._tracker.add("reduced", -size_of(reduction.output))
             raise
         finally:
-            self._tracker.add("scratch", -reduction.scratch)
+            self._tracker.add("scratch", -scratch_of(reduction.work))
             self._release(reduction.buckets, reduction.joined)
 
     def finish(self) -> None:
@@ -235,7 +232,7 @@ class ReductionQueue:
             if isinstance(reduction.work, SparseTotal):
                 held.append(reduction.output)  # the reduction stream still reads memory of the compute stream
             del self._all_reduces[0]
-            self._tracker.add("scratch", -reduction.scratch)
+            self._tracker.add("scratch", -scratch_of(reduction.work))
         self._streams.await_reductions()
         self._release_copied_output()
         self._streams.await_copies()
@@ -256,7 +253,7 @@ class ReductionQueue:
                 failures.append(failure)
         self._streams.await_reductions()
         self._release_copied_output()
-        self._tracker.add("scratch", -sum(one.scratch for one in reductions))
+        self._tracker.add("scratch", -sum(scratch_of(one.work) for one in reductions))
         for reduction in reduce_scatters:
             self._release(reduction.buckets, reduction.joined)
         if failures:
@@ -300,9 +297,8 @@ class ReductionQueue:
             self._finish(reduction)
         else:
             work = replicas.all_reduce(_as_real(reduction.output), "sum", reduction.buckets[0].name, self._exact)
-            scratch = replicas.all_reduce_scratch_bytes(reduction.output, self._exact)
-            self._tracker.add("scratch", scratch)
-            self._all_reduces.append(reduction._replace(work=work, joined=None, scratch=scratch))
+            self._tracker.add("scratch", scratch_of(work))
+            self._all_reduces.append(reduction._replace(work=work, joined=None))
 
     def _finish(self, reduction: Reduction) -> None:
         """Divide a sum that is complete, and hand each bucket its chunk. Called on the stream of its lane."""

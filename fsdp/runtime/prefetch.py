@@ -30,7 +30,7 @@ def share_gathers(units: Sequence[int], sizes: Sequence[int], cap: int, kinds: S
             cap
             and unit not in group
             and sum([sizes[one] for one in (*group, unit)]) <= cap
-            and (not kinds or kinds[group[0]] is not None and kinds[unit] == kinds[group[0]])
+            and (not kinds or (kinds[group[0]] is not None and kinds[unit] == kinds[group[0]]))
         ):
             yield group
             group = ()

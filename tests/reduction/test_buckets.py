@@ -19,7 +19,7 @@ import fsdp
 import fsdp.runtime.registry
 from fsdp.comm.process_group import ProcessGroupCommunicator
 from fsdp.comm.simulated import SimulatedCommunicator, current_rank
-from fsdp.comm.work import BLOCK, pairwise_sum
+from fsdp.comm.work import BLOCK, DONE, DeterministicAllReduce, Work, WorkThen, pairwise_sum, scratch_of
 from fsdp.reduction.bucketing import Item, make_bucket_groups
 from fsdp.reduction.in_flight import ReductionQueue
 from tests.support.models import (
@@ -481,13 +481,33 @@ def test_a_backend_that_coalesces_is_given_all_buckets_between_a_beginning_and_a
     assert calls == ["start", ((4,), (8,)), ((8,), (16,)), "end"]
     with pytest.raises(RuntimeError, match="refused"):
         channel.reduce_scatter_coalesced(buckets, into, "a unit")
-    assert channel.all_reduce_scratch_bytes(torch.empty(5), True) == 2 * 6 * 4
     assert calls[4:] == ["start", ((4,), (8,)), "end"], "an error leaves nothing begun"
+
+
+def test_a_deterministic_sum_holds_its_padded_input_and_what_it_receives() -> None:
+    given = torch.arange(5.0)
+    exchanged: list[torch.Tensor] = []
+
+    def exchange(received: torch.Tensor, sent: torch.Tensor) -> Work:
+        exchanged.extend((received, sent))
+        received.copy_(sent)
+        return DONE
+
+    work = DeterministicAllReduce(exchange, lambda sums: DONE, given, 0, 2)
+    assert scratch_of(work) == sum(one.nbytes for one in exchanged) == 2 * 6 * 4
+    work.wait()
+    # this rank sums the first three elements of both inputs, (0, 1, 2) and (3, 4, 0). The gather brings no sums of the other rank
+    assert given.tolist() == [3.0, 5.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_a_deterministic_sum_over_all_ranks_holds_is_in_the_books(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SimulatedCommunicator, "all_reduce_scratch_bytes", lambda _, tensor, exact: tensor.nbytes if exact else 0)
+    inner = SimulatedCommunicator.all_reduce
+
+    def all_reduce(self: SimulatedCommunicator, tensor: torch.Tensor, op: Any, label: str, exact: bool = False) -> Work:
+        return WorkThen(inner(self, tensor, op, label, exact), lambda: None, tensor.nbytes if exact else 0)
+
+    monkeypatch.setattr(SimulatedCommunicator, "all_reduce", all_reduce)
 
     def fn(rank: int, exact: bool) -> int:
         policy = fsdp.ReductionPolicy(deterministic=exact, bucket_cap_mb=KIB)

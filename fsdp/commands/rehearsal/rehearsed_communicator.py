@@ -80,7 +80,9 @@ class RehearsedCommunicator(Communicator):
         return self._launch("all_gather", label, unsharded.nbytes - unsharded.nbytes // self.size)
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
-        return self._launch("reduce_scatter", label, bucket.nbytes - into.nbytes, into.nbytes)
+        # as much as over gloo, or over NCCL
+        held = bucket.nbytes // (2 if self.size == 2 else 1) if self._played.on_host else bucket.nbytes * fixed_order
+        return self._launch("reduce_scatter", label, bucket.nbytes - into.nbytes, into.nbytes, held)
 
     def supports_coalescing(self, device: torch.device, fixed_order: bool = False) -> bool:
         """As NCCL does, and gloo does not."""
@@ -90,18 +92,10 @@ class RehearsedCommunicator(Communicator):
         received = sum(bucket.nbytes - chunk.nbytes for bucket, chunk in zip(buckets, into, strict=True))
         return self._launch("reduce_scatter", label, received, sum(chunk.nbytes for chunk in into))
 
-    def scratch_bytes(self, bucket: Tensor, fixed_order: bool = False) -> int:
-        """As the communicator over gloo or over NCCL needs them."""
-        if self._played.on_host:
-            return bucket.nbytes // (2 if self.size == 2 else 1)
-        return bucket.nbytes if fixed_order else 0
-
-    def all_reduce_scratch_bytes(self, tensor: Tensor, fixed_order: bool) -> int:
-        chunk = -(-tensor.numel() // self.size)
-        return 2 * self.size * chunk * tensor.element_size() if fixed_order else 0
-
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str, fixed_order: bool = False) -> Work:
-        return self._launch("all_reduce", label, 2 * (self.size - 1) * tensor.nbytes // self.size, tensor.nbytes)
+        padded = self.size * -(-tensor.numel() // self.size) * tensor.element_size()
+        received = 2 * (self.size - 1) * tensor.nbytes // self.size
+        return self._launch("all_reduce", label, received, tensor.nbytes, 2 * padded * fixed_order)
 
     def carry(self, kind: str, received: int, label: str) -> Work:
         """Launch what is not the engine's: a collective of torch, or a transfer between stages of a pipeline."""
@@ -121,14 +115,14 @@ class RehearsedCommunicator(Communicator):
             self.carry("all_to_all", sum([part.nbytes for part in thing[1:]]), label).wait()
         return [thing] * self.size
 
-    def _launch(self, kind: str, label: str, received: int, result: int = 0) -> Work:
+    def _launch(self, kind: str, label: str, received: int, result: int = 0, scratch: int = 0) -> Work:
         self._played.allocated()
         self._played.launched.append(Collective(kind, label, self.size, received))
         clock = self._played.clock
         launch = clock.launch_gather if kind == "all_gather" else clock.launch
         end = launch(self.ranks, received)
         self._played.reduced(kind, end, result)
-        return _Awaited(clock, end, label)
+        return _Awaited(clock, end, label, scratch)
 
 
 def last_of_reductions(launched: Sequence[Collective], others: Container[str]) -> str:
@@ -142,10 +136,10 @@ def last_of_reductions(launched: Sequence[Collective], others: Container[str]) -
 class _Awaited:
     """A collective on the wire."""
 
-    __slots__ = ("_clock", "_end", "_label")
+    __slots__ = ("_clock", "_end", "_label", "scratch")
 
-    def __init__(self, clock: Clock, end: float, label: str) -> None:
-        self._clock, self._end, self._label = clock, end, label
+    def __init__(self, clock: Clock, end: float, label: str, scratch: int = 0) -> None:
+        self._clock, self._end, self._label, self.scratch = clock, end, label, scratch
 
     def wait(self) -> None:
         self._clock.wait(self._end, self._label)

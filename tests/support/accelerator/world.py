@@ -69,7 +69,7 @@ class _OnDevice(SimulatedCommunicator):
 
     def reduce_scatter(self, bucket: Tensor, into: Tensor, label: str, fixed_order: bool = False) -> Work:
         if fixed_order:
-            return reduce_scatter_by_exchange(partial(self._exchange, label), bucket, into)
+            return reduce_scatter_by_exchange(partial(self._exchange, label), bucket.view(self.size, -1), into)
         text = f"reduce_scatter({label!r}, {describe(bucket)})"
         received = bucket.nbytes - into.nbytes
         return self._on_device("reduce_scatter", label, text, _SCATTER, bucket, into, into.numel(), received)
