@@ -36,7 +36,7 @@ from fsdp.comm.simulated_ops import (
     move_sums,
     move_total,
 )
-from fsdp.comm.work import Work
+from fsdp.comm.work import DONE, Work, WorkThen
 from fsdp.errors import FEWER_BATCHES, PeerFailed, ShardingError, WorldError, name_ranks
 
 T = TypeVar("T")
@@ -222,9 +222,10 @@ class SimulatedCommunicator(Communicator):
     def gather_objects(self, thing: Any, label: str) -> list[Any]:
         """Wait for the `thing` of every rank, and return all, by rank. They are pickled, so that ranks share no object."""
         side = Side(f"gather_objects({label!r})", label, lambda sides: None, pickled=pickle.dumps(thing))
-        work = self._launch_unrecorded("gather_objects", side, 0)
-        work.wait()
-        arrived = work.operation.pickled
+        self._log.append(Call(self.name, "gather_objects", label, 0))
+        operation = self._meet(side)
+        self._world.wait(self._here.rank, operation)
+        arrived = operation.pickled
         # the sizes are known only now; this rank has called nothing since
         self._log[-1] = self._log[-1]._replace(received=sum(map(len, arrived)) - len(side.pickled))
         return [pickle.loads(pickled) for pickled in arrived]
@@ -236,7 +237,8 @@ class SimulatedCommunicator(Communicator):
         if self.epoch() != self._epoch:
             return None  # this rank has abandoned the step already
         try:
-            self._meet(Side(text_of((RESTART_CALL, unit, 0)), unit, lambda sides: None, is_restart=True)).wait()
+            restart = self._meet(Side(text_of((RESTART_CALL, unit, 0)), unit, lambda sides: None, is_restart=True))
+            self._world.wait(self._here.rank, restart)
         except PeerFailed as failure:
             return failure
         return None
@@ -266,16 +268,16 @@ class SimulatedCommunicator(Communicator):
             return self._launch_unrecorded(kind, side, received)
         return self.recorder(kind, side.label, received, lambda: self._launch_unrecorded(kind, side, received))
 
-    def _launch_unrecorded(self, kind: str, side: Side, received: int) -> "_PendingWork":
+    def _launch_unrecorded(self, kind: str, side: Side, received: int) -> Work:
         self._log.append(Call(self.name, kind, side.label, received))
-        return self._meet(side)
+        return WorkThen(DONE, partial(self._world.wait, self._here.rank, self._meet(side)))
 
-    def _meet(self, side: Side) -> "_PendingWork":
+    def _meet(self, side: Side) -> Operation:
         """Make the next call on this communicator."""
         self._follow_epoch()
-        rank, number, self._called = self.ranks[self.rank], self._called, self._called + 1
+        number, self._called = self._called, self._called + 1
         operation = Operation(self.name, self._family, self.ranks, self._epoch, number)
-        return _PendingWork(self._world, rank, self._world.launch(rank, operation, side._replace(completed=self._completed)))
+        return self._world.launch(self._here.rank, operation, side._replace(completed=self._completed))
 
     def _follow_epoch(self) -> None:
         """A call begins the epoch that follows an abandoned step: on all communicators, on which another one may be abandoned."""
@@ -297,26 +299,6 @@ class Abandoned(NamedTuple):
     """The rank that is the reason."""
     unit: str | None
     why: str
-
-
-class _PendingWork:
-    """A collective in flight, for one rank."""
-
-    __slots__ = ("_rank", "_world", "operation")
-
-    def __init__(self, world: "_World", rank: int, operation: Operation) -> None:
-        self._world = world
-        self._rank = rank
-        self.operation = operation
-
-    def wait(self) -> None:
-        """Return when the data has moved. Other ranks run in the meantime.
-
-        Raises:
-            PeerFailed: a rank that has not called it has failed, or abandoned the step.
-            WorldError: the ranks can go on no more, or one of its buffers was released.
-        """
-        self._world.wait(self._rank, self.operation)
 
 
 class _World:
@@ -429,7 +411,12 @@ class _World:
         return operation
 
     def wait(self, rank: int, operation: Operation) -> None:
-        """Let other ranks run until the operation is complete. Move its data if that has not happened yet."""
+        """Let other ranks run until the operation is complete. Move its data if that has not happened yet.
+
+        Raises:
+            PeerFailed: a rank that has not called it has failed, or abandoned the step.
+            WorldError: the ranks can go on no more, or one of its buffers was released.
+        """
         if not operation.complete:
             here = self.ranks[rank]
             here.waits_for = operation

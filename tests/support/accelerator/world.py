@@ -125,13 +125,16 @@ class _OnDevice(SimulatedCommunicator):
         event = module.Event()
         event.record(self._stream)
         try:
-            work: Any = self._launch(kind, Side(text, label, lambda sides: None), received)
+            self._launch(kind, Side(text, label, lambda sides: None), received)
         except BaseException:
             load().pa_abort(key)
             raise
-        if hasattr(work, "operation"):
-            _operations[key] = work.operation
         return PretendWork(event, (given, into))
+
+    def _meet(self, side: Side) -> Operation:
+        operation = super()._meet(side)
+        _operations[_key_of(self._world, (operation.comm, *operation.order))] = operation
+        return operation
 
 
 class PretendCommunicator(CarriesHostTensors, _OnDevice):
