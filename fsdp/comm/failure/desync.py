@@ -128,7 +128,7 @@ class DesyncDetector:
                     for rank, one in found.items():
                         if one.is_restart:
                             self.peers.report_restart(rank)
-                    self.fatal = describe_deadlock(found, self.ranks, absent_ranks)
+                    self.fatal = describe_deadlock(found, self.ranks)
             if self.fatal is None:
                 self.peers.publish_joint_wait(pending)
                 self.fatal = self.peers.find_joint_deadlock()

@@ -17,7 +17,7 @@ from threading import Lock, Thread
 from typing import Final, NamedTuple
 
 from fsdp.comm.failure.desync import STALL_SECONDS, Peers, Store
-from fsdp.comm.failure.pending_call import PendingCall
+from fsdp.comm.failure.pending_call import PendingCall, absent_ranks
 
 _IDLE: Final = 20
 """How often the thread looks without finding a wait before it ends."""
@@ -58,15 +58,9 @@ class JobWaits:
         return found
 
 
-def absent(pending: PendingCall, found: dict[int, PendingCall]) -> list[int]:
-    """The ranks among `found` that have not made the call, nor are about to."""
-    waiting = {rank: found[rank] for rank in pending.among if rank in found}
-    return [rank for rank, theirs in waiting.items() if not theirs.has_made(pending)]
-
-
 def _stuck(found: dict[int, PendingCall]) -> dict[int, PendingCall]:
     """Those of the ranks that wait for one of these ranks, which waits for one of these in turn."""
-    while free := [rank for rank, one in found.items() if not absent(one, found)]:
+    while free := [rank for rank, one in found.items() if not absent_ranks(one, found)]:
         for rank in free:
             del found[rank]
     return found
@@ -74,7 +68,7 @@ def _stuck(found: dict[int, PendingCall]) -> dict[int, PendingCall]:
 
 def _awaited(found: dict[int, PendingCall]) -> dict[int, PendingCall]:
     """Those of ranks that are stuck for which another one of these waits. How many more wait for them depends on the moment."""
-    while (awaited := {rank for one in found.values() for rank in absent(one, found)}) != found.keys():
+    while (awaited := {rank for one in found.values() for rank in absent_ranks(one, found)}) != found.keys():
         found = {rank: found[rank] for rank in sorted(awaited)}
     return found
 

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from fsdp.comm.failure.desync import TIME_OUT, DesyncDetector, Store
 from fsdp.comm.failure.ended_processes import Neighbours
-from fsdp.comm.failure.job_waits import JobWaits, absent
+from fsdp.comm.failure.job_waits import JobWaits
 from fsdp.comm.failure.pending_call import OPENS, RESTART_CALL, RESTARTED, PendingCall, describe_deadlock, steps_apart
 from fsdp.comm.failure.unreachable_hosts import Connections
 from fsdp.errors import EVERY_RANK, FEWER_BATCHES, PeerFailed, ShardingError, WorldError
@@ -425,7 +425,7 @@ class PeerMonitor:
         found = self.job.find_stuck() if self.joined else {}
         if restarted := [rank for rank, one in found.items() if one.is_restart]:
             raise abandoned_by(restarted[0], None, RESTARTED)
-        return describe_deadlock(found, range(max(found) + 1), absent) if found else None
+        return describe_deadlock(found, range(max(found) + 1)) if found else None
 
     def end_joint_wait(self) -> None:
         """This rank waits no longer."""

@@ -3,7 +3,7 @@
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from fsdp.errors import FEWER_BATCHES, NO_SYNC, UNEVEN_PATHS, name_ranks
@@ -169,17 +169,15 @@ def is_deadlock(found: dict[int, PendingCall], size: int) -> bool:
 
 
 def absent_ranks(pending: PendingCall, found: dict[int, PendingCall]) -> list[int]:
-    """The ranks that have neither made the call `pending` nor are about to make it."""
-    return [rank for rank, theirs in found.items() if not theirs.has_made(pending)]
+    """The ranks in `found` that are to make the call `pending`, and have neither made it nor are about to."""
+    return [rank for rank in pending.among or found if rank in found and not found[rank].has_made(pending)]
 
 
-def describe_deadlock(
-    found: dict[int, PendingCall], ranks: Sequence[int], absent: Callable[[PendingCall, dict[int, PendingCall]], list[int]]
-) -> str:
-    """The error where nobody can go on. `ranks`: as the user counts them. `absent`: gives those that have not made a call."""
+def describe_deadlock(found: dict[int, PendingCall], ranks: Sequence[int]) -> str:
+    """The error where nobody can go on. `ranks`: as the user counts them."""
     parts = [
         f"Rank {ranks[rank]} waits for {one.call}, operation {one.number} of communicator {one.comm.rpartition('/')[2]!r}, which "
-        f"{name_ranks([ranks[other] for other in absent(one, found)])} did not call."
+        f"{name_ranks([ranks[other] for other in absent_ranks(one, found)])} did not call."
         for rank, one in found.items()
     ]
     return " ".join(["Deadlock: nobody can go on.", *parts, *remedies_for([one.call for one in found.values()])])
