@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -270,8 +269,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         ranks = self.comm.size
         rows = list(of_input) or [given.shape[0] // ranks] * ranks
-        starts = accumulate(rows, initial=0)
-        parts = [given[start : start + count].clone() for start, count in zip(starts, rows, strict=False)]
+        parts = [part.clone() for part in given.split_with_sizes(rows)]
         sent = self.comm.gather_objects(parts, "torch")
         output.copy_(torch.cat([one[self.comm.rank] for one in sent]))
         return _done([output])

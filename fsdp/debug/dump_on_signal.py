@@ -46,12 +46,11 @@ def dump_on_signal(number: int = signal.SIGUSR1) -> None:
         )
     if threading.current_thread() is not threading.main_thread():
         raise ShardingError("dump_on_signal: Python lets only the main thread set handlers of signals; call it there.")
-    _installed.add(number)
     reader, writer = socket.socketpair()
+    _installed[number] = writer
     writer.setblocking(False)
     taken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     if taken == -1:
-        _sockets.append((reader, writer))
         signal.signal(number, lambda *_: None)  # without a handler the signal would end the process
         threading.Thread(target=_print_when_woken, args=(reader, number), name="fsdp dump", daemon=True).start()
     else:
@@ -92,10 +91,8 @@ def dump() -> str:
 
 _snapshots: Final[set[weakref.WeakMethod[Callable[[], EngineSnapshot]]]] = set()
 """One entry for each living engine."""
-_installed: Final[set[int]] = set()
-"""The signals that print the dump."""
-_sockets: Final[list[tuple[socket.socket, socket.socket]]] = []
-"""Keeps the sockets open."""
+_installed: Final[dict[int, socket.socket]] = {}
+"""The signals that print the dump, and where Python writes their numbers: kept, so that it stays open."""
 
 
 def _print() -> None:

@@ -57,10 +57,6 @@ class Home:
         """A reduced shard at home. `is_added`: it is added to one that is there already."""
         return reduced
 
-    def after_move(self, shard: Tensor) -> torch.device:
-        """The device that computes when `shard` is the shard, converted or moved."""
-        return shard.device
-
 
 @dataclass(frozen=True)
 class HostHome(Home):
@@ -112,9 +108,6 @@ class HostHome(Home):
             streams.copied()
         tracker.add("reduced", -size_of(reduced))
         return moved
-
-    def after_move(self, shard: Tensor) -> torch.device:
-        return self.device
 
 
 def home_of(device: torch.device, offload: OffloadPolicy | None) -> Home:

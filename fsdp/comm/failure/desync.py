@@ -247,9 +247,9 @@ class DesyncDetector:
     def _name_all(self, ranks: Sequence[int]) -> str:
         return name_ranks([self.ranks[rank] for rank in ranks])
 
-    def read_calls(self, place: str = "waits") -> dict[int, PendingCall]:
-        """The pending calls of the ranks that have published one, which they write to `place`."""
-        keys = {rank: f"{place}/{rank}" for rank in range(self.size)}
+    def read_calls(self) -> dict[int, PendingCall]:
+        """The pending calls of the ranks that have published one."""
+        keys = {rank: f"waits/{rank}" for rank in range(self.size)}
         found = {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
         return {rank: PendingCall(*fields) for rank, fields in found.items() if fields is not None}
 

@@ -160,8 +160,6 @@ class PeerMonitor:
         self._epoch = 0
         self._abandoned = -1
         """The last epoch whose abandoned step this rank has written to the store, or tried to."""
-        self._written = -1
-        """The last epoch whose abandoned step is in the store."""
         self.neighbours = Neighbours(store, rank)
         self._process, self._exit_published = os.getpid(), False
         self.connections: dict[str, Any] = {}
@@ -224,7 +222,6 @@ class PeerMonitor:
         with suppress(RuntimeError):  # the store may have gone
             number = self._store.add(f"abandoned/{self._epoch}", 1)
             self._store.set(f"abandoned/{self._epoch}/{number}", json.dumps((*why, self._rank, self.launched())))
-            self._written = self._epoch
         self.disconnect()
 
     def backward_completed(self) -> None:
@@ -398,7 +395,7 @@ class PeerMonitor:
 
     def _wait_until_known(self) -> None:
         """Wait until the other ranks know of the step that this one has abandoned: the store may end with rank 0."""
-        end, here = time.monotonic() + self._patience, self.ranks[self._rank] == 0 and self._written == self._epoch
+        end, here = time.monotonic() + self._patience, self.ranks[self._rank] == 0 and self._abandoned == self._epoch
         with suppress(RuntimeError):
             while here and time.monotonic() < end:
                 found = self.abandonments(self._epoch)

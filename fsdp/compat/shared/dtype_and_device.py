@@ -156,11 +156,10 @@ def _convert(unit: Unit, parts: list[Part], values: list[list[Tensor]], config: 
     stepped = unit.versions.changed_since_made
     for part, converted in zip(parts, values, strict=True):
         flat = part.flat
+        device = flat.device if flat.home.copies else converted[0].device
         for number in part.indices:
             # a stand-in of the full shape with the memory of one element, which the new buffer cuts
-            stand_in = (
-                converted[0].new_empty((), device=flat.home.after_move(converted[0])).expand(flat.layout.slots[number].shape)
-            )
+            stand_in = converted[0].new_empty((), device=device).expand(flat.layout.slots[number].shape)
             flat.restore_param(number, flat.placements[number].shown(stand_in), None)
     unit.dissolve()
     flats = [part.made(converted[0].dtype, config) for part, converted in zip(parts, values, strict=True)]
