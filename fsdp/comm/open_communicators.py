@@ -50,10 +50,9 @@ _routed: weakref.WeakKeyDictionary[dist.ProcessGroup, RoutedGroup] = weakref.Wea
 _abortable: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """The user's groups that are aborted together with communicators."""
 _background: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
-_Flattened = weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]
-_flattened: weakref.WeakKeyDictionary[dist.ProcessGroup, _Flattened] = weakref.WeakKeyDictionary()
-_shapes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], tuple[Any, Any]]] = weakref.WeakKeyDictionary()
-"""For each shape of a mesh over the default group: the groups of this rank's column and row."""
+_Made = weakref.WeakValueDictionary[tuple[tuple[int, ...], tuple[int, ...]], dist.ProcessGroup]
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, _Made] = weakref.WeakKeyDictionary()
+"""The groups that `_group_of` has made."""
 
 
 def place_in_job() -> tuple[int, int]:
@@ -216,39 +215,27 @@ def _process_groups(process_group: Any, mesh: Any, mesh_kind: MeshKind) -> tuple
         group = mesh.get_group() if mesh is not None else process_group or _default_group()
         return (group, None, group) if mesh_kind is MeshKind.SHARD else (None, group, group)
     if isinstance(mesh, tuple | list):
-        replicas, shards = _groups_of_shape(tuple(mesh))
+        world, shape = _default_group(), tuple(mesh)
+        members = _row_and_column(shape, dist.get_rank(world), dist.get_world_size(world))
+        replicas, shards = (_group_of(world, ranks, shape) for ranks in reversed(members))
         return shards, replicas, _group_of(shards, tuple(range(dist.get_world_size())))
     return mesh.get_group(1), mesh.get_group(0), _group_of(mesh.get_group(1), tuple(mesh.mesh.flatten().tolist()))
 
 
-def _group_of(row: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """A group of all `ranks` of a mesh that has this row. The first call makes it.
+def _group_of(row: dist.ProcessGroup, ranks: tuple[int, ...], shape: tuple[int, ...] = ()) -> dist.ProcessGroup:
+    """A group of all `ranks` of a mesh that has this row, or of a row or column in a mesh of this shape. The first call makes it.
 
     Every mesh has groups of its own, even if another mesh has the same ranks: the other one's groups may be unusable after a
-    failure. The key is the row and all ranks, because meshes over different ranks may have a row in common.
+    failure. The key is the row and all ranks, because meshes over different ranks may have a row in common. For a shape `row` is
+    the default group, which the group is made like, without a DeviceMesh: that makes a device of its type the current one, but a
+    group may know types that this machine lacks. gloo's first type is "cuda" everywhere.
     """
-    known = _flattened.setdefault(row, weakref.WeakValueDictionary())
-    if ranks not in known:
-        if len(ranks) == dist.get_world_size():
+    known = _made.setdefault(row, weakref.WeakValueDictionary())
+    if (shape, ranks) not in known:
+        if shape or len(ranks) == dist.get_world_size():
             _meet(_default_group())
-        known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return known[ranks]
-
-
-def _groups_of_shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """The groups of this rank's column and row in a mesh of this shape over all ranks. The first call makes them.
-
-    They are made as the default group was, without a DeviceMesh. A DeviceMesh is made for one type of device and makes a device
-    of that type the current one, but a group may know types that this machine lacks: gloo's first type is "cuda" everywhere.
-    """
-    world = _default_group()
-    members = _row_and_column(shape, dist.get_rank(world), dist.get_world_size(world))
-    known = _shapes.setdefault(world, {})
-    if shape not in known:
-        _meet(world)
-        replicas, shards = (dist.new_group(list(ranks), use_local_synchronization=True) for ranks in reversed(members))
-        known[shape] = replicas, shards
-    return known[shape]
+        known[shape, ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return known[shape, ranks]
 
 
 def _default_group() -> dist.ProcessGroup:
