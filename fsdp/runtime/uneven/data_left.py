@@ -53,29 +53,17 @@ class ShardGrads(IntEnum):
 
 
 class RankState(NamedTuple):
-    """What a rank says of itself."""
+    """What a rank says of itself: a byte each."""
 
-    has_data: bool
-    is_joined: bool
+    has_data: int
+    is_joined: int
     """Whether it is inside `fsdp.join`."""
-    changed_grads: bool
+    changed_grads: int
     """Whether its gradients were changed outside a backward and the function that steps, other than set to None."""
-    shard_grads: ShardGrads
+    shard_grads: int
+    """A `ShardGrads`."""
     operation: int
-    """A number below 8 for what it does next, if ranks announce that."""
-
-    def as_byte(self) -> int:
-        flags = _HAS * self.has_data + _JOINED * self.is_joined + _CHANGED * self.changed_grads
-        return flags + _GRADS * self.shard_grads + _OPERATION * self.operation
-
-    @staticmethod
-    def from_byte(byte: int) -> "RankState":
-        grads, operation = ShardGrads(byte % _OPERATION // _GRADS), byte // _OPERATION
-        return RankState(bool(byte & _HAS), bool(byte & _JOINED), bool(byte & _CHANGED), grads, operation)
-
-
-_HAS, _JOINED, _CHANGED, _GRADS, _OPERATION = 1, 2, 4, 8, 32
-"""The parts of the byte of a rank, by their lowest bit. `_GRADS` has two bits, `_OPERATION` three."""
+    """The `Operation` that it does next, if ranks announce that."""
 
 
 class DataLeft(NamedTuple):
@@ -98,7 +86,7 @@ class DataLeft(NamedTuple):
 
     def keeps_grads(self, comes: Operation) -> list[bool]:
         """For each sharded parameter, whether ranks without data keep their gradient. See the note above."""
-        were_removed = any(self.states[rank].shard_grads is ShardGrads.REMOVED for rank in self.ranks)
+        were_removed = any(self.states[rank].shard_grads == ShardGrads.REMOVED for rank in self.ranks)
         unknown_are_kept = _SOME in self.of_params or (comes is Operation.STEPS and not were_removed)
         return [unknown_are_kept if one == _UNKNOWN else one == _SOME for one in self.of_params]
 
@@ -110,7 +98,7 @@ class DataLeft(NamedTuple):
         Raises:
             ShardingError: there are such changes, and ranks without data.
         """
-        keeping = [rank for rank, state in enumerate(self.states) if state.shard_grads is ShardGrads.VALUES]
+        keeping = [rank for rank, state in enumerate(self.states) if state.shard_grads == ShardGrads.VALUES]
         changed = [rank for rank in self.ranks if self.states[rank].changed_grads]
         if self.finished and changed and (keeping or comes is Operation.STEPS):
             raise ShardingError(
@@ -118,7 +106,7 @@ class DataLeft(NamedTuple):
                 f"not on {name_ranks(self.finished)}, where no data is left: change them in that function, or set them to None."
             )
         of_data = max(self.states[rank].shard_grads for rank in self.ranks)
-        if comes in (Operation.REDUCES, Operation.KEEPS) and keeping and of_data is ShardGrads.ZEROS:
+        if comes in (Operation.REDUCES, Operation.KEEPS) and keeping and of_data == ShardGrads.ZEROS:
             raise ShardingError(
                 f"inside fsdp.join, gradients are zeros on the ranks that have data left, and not on {name_ranks(keeping)}, "
                 "which cannot know of it: call zero_grad() without set_to_none=False, or zero them in the function that steps."
@@ -159,19 +147,18 @@ def exchange_data_left(engine: Engine, *, has_data: bool, known_grads: GradVersi
 
     `known_grads`: those of this rank after its last backward or step inside a join; None outside of one.
 
-    Traffic: an all-reduce of one byte a rank and one byte a sharded parameter.
+    Traffic: an all-reduce of five bytes a rank and one byte a sharded parameter.
     """
     comm, gradients = engine.comms.world_comm, engine.reducer.shard_grads
     changed = known_grads is not None and known_grads.have_changed(gradients)
     removed = known_grads is not None and known_grads.were_removed(gradients)
-    message = [0] * comm.size
     state = RankState(has_data, known_grads is not None, changed, ShardGrads.of(gradients, removed), operation)
-    message[comm.rank] = state.as_byte()
+    message = [value if rank == comm.rank else 0 for rank in range(comm.size) for value in state]
     message += [
         _UNKNOWN if not (has_data and can) else _NONE if one is None else _SOME
         for can, one in zip(engine.reducer.can_have_shard_grads, gradients, strict=True)
     ]
     combined = torch.tensor(message, dtype=torch.uint8, device=engine.units[0].device)
     comm.all_reduce(combined, "max", "who has data left").wait()
-    values = combined.tolist()
-    return DataLeft([*map(RankState.from_byte, values[: comm.size])], values[comm.size :])
+    values, end = combined.tolist(), comm.size * len(state)
+    return DataLeft([RankState(*values[place : place + len(state)]) for place in range(0, end, len(state))], values[end:])

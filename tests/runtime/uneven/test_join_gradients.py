@@ -372,7 +372,7 @@ def test_changes_do_not_hide_that_all_ranks_stop(options: dict[str, Any]) -> Non
 
 
 @JOINS
-def test_a_message_has_one_byte_a_rank_and_one_a_parameter(options: dict[str, Any]) -> None:
+def test_a_message_has_five_bytes_a_rank_and_one_a_parameter(options: dict[str, Any]) -> None:
     """The even join sends one with each operation; the uneven one where a rank without data ends a backward or a step."""
 
     def run(rank: int) -> tuple[int, list[list[int]]]:
@@ -386,5 +386,5 @@ def test_a_message_has_one_byte_a_rank_and_one_a_parameter(options: dict[str, An
         return len([*model.parameters()]), found
 
     _, (params, found) = fsdp.simulate(2, run)
-    size = 2 + params  # what an all-reduce of two ranks receives
+    size = 2 * 5 + params  # what an all-reduce of two ranks receives
     assert found == ([[], [], [size] * 2] if options else [[size] * 3] * 3)
