@@ -36,7 +36,7 @@ from fsdp.comm.simulated_ops import (
     move_sums,
     move_total,
 )
-from fsdp.comm.work import DONE, Work, WorkThen
+from fsdp.comm.work import Work
 from fsdp.errors import FEWER_BATCHES, PeerFailed, ShardingError, WorldError, name_ranks
 
 T = TypeVar("T")
@@ -270,7 +270,7 @@ class SimulatedCommunicator(Communicator):
 
     def _launch_unrecorded(self, kind: str, side: Side, received: int) -> Work:
         self._log.append(Call(self.name, kind, side.label, received))
-        return WorkThen(DONE, partial(self._world.wait, self._here.rank, self._meet(side)))
+        return _PendingWork(self._world, self._here.rank, self._meet(side))
 
     def _meet(self, side: Side) -> Operation:
         """Make the next call on this communicator."""
@@ -299,6 +299,18 @@ class Abandoned(NamedTuple):
     """The rank that is the reason."""
     unit: str | None
     why: str
+
+
+class _PendingWork(NamedTuple):
+    """A collective in flight, for one rank."""
+
+    world: "_World"
+    rank: int
+    operation: Operation
+
+    def wait(self) -> None:
+        """See `_World.wait`."""
+        self.world.wait(self.rank, self.operation)
 
 
 class _World:

@@ -93,11 +93,6 @@ class TwoPhaseWork:
         """The collective in flight."""
 
 
-def scratch_of(work: Work) -> int:
-    """Bytes that were allocated for a collective until its `wait` returns, as far as its work says."""
-    return getattr(work, "scratch", 0)
-
-
 Exchange = Callable[[Tensor, Tensor], Work]
 """Launches an exchange (received, sent): chunk r of `sent` goes to rank r, and chunk r of `received` comes from rank r."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp.comm.context import CommContext
-from fsdp.comm.work import DONE, TwoPhaseWork, Work, scratch_of
+from fsdp.comm.work import DONE, TwoPhaseWork, Work
 from fsdp.config import ReductionPolicy
 from fsdp.device.storage import MemoryTracker, size_of
 from fsdp.device.streams import Streams
@@ -43,6 +43,8 @@ class Reduction(NamedTuple):
     """What the sum is divided by."""
     lane: int = 0
     """The number of its lane."""
+    scratch: int = 0
+    """Bytes that were allocated for its work, if that says so, until it was waited for."""
 
 
 class ReductionQueue:
@@ -149,9 +151,10 @@ class ReductionQueue:
         except BaseException:
             self._release(buckets, joined)
             raise
+        scratch = getattr(work, "scratch", 0)
         self._tracker.add("reduced", output.nbytes)
-        self._tracker.add("scratch", scratch_of(work))
-        self._reduce_scatters.append(Reduction(buckets, output, work, joined, divisor, lane))
+        self._tracker.add("scratch", scratch)
+        self._reduce_scatters.append(Reduction(buckets, output, work, joined, divisor, lane, scratch))
 
     def _launch_replicated(self, buckets: Sequence[Bucket], lane: int, remainder: bool) -> None:
         """Launch where the chunk is the whole bucket: the buffer that is filled is the output, and becomes `.grad`."""
@@ -218,7 +221,7 @@ class ReductionQueue:
             self._tracker.add("reduced", -size_of(reduction.output))
             raise
         finally:
-            self._tracker.add("scratch", -scratch_of(reduction.work))
+            self._tracker.add("scratch", -reduction.scratch)
             self._release(reduction.buckets, reduction.joined)
 
     def finish(self) -> None:
@@ -232,7 +235,7 @@ class ReductionQueue:
             if isinstance(reduction.work, SparseTotal):
                 held.append(reduction.output)  # the reduction stream still reads memory of the compute stream
             del self._all_reduces[0]
-            self._tracker.add("scratch", -scratch_of(reduction.work))
+            self._tracker.add("scratch", -reduction.scratch)
         self._streams.await_reductions()
         self._release_copied_output()
         self._streams.await_copies()
@@ -253,7 +256,7 @@ class ReductionQueue:
                 failures.append(failure)
         self._streams.await_reductions()
         self._release_copied_output()
-        self._tracker.add("scratch", -sum(scratch_of(one.work) for one in reductions))
+        self._tracker.add("scratch", -sum(one.scratch for one in reductions))
         for reduction in reduce_scatters:
             self._release(reduction.buckets, reduction.joined)
         if failures:
@@ -297,8 +300,9 @@ class ReductionQueue:
             self._finish(reduction)
         else:
             work = replicas.all_reduce(_as_real(reduction.output), "sum", reduction.buckets[0].name, self._exact)
-            self._tracker.add("scratch", scratch_of(work))
-            self._all_reduces.append(reduction._replace(work=work, joined=None))
+            scratch = getattr(work, "scratch", 0)
+            self._tracker.add("scratch", scratch)
+            self._all_reduces.append(reduction._replace(work=work, joined=None, scratch=scratch))
 
     def _finish(self, reduction: Reduction) -> None:
         """Divide a sum that is complete, and hand each bucket its chunk. Called on the stream of its lane."""

@@ -19,7 +19,7 @@ import fsdp
 import fsdp.runtime.registry
 from fsdp.comm.process_group import ProcessGroupCommunicator
 from fsdp.comm.simulated import SimulatedCommunicator, current_rank
-from fsdp.comm.work import BLOCK, DONE, DeterministicAllReduce, Work, WorkThen, pairwise_sum, scratch_of
+from fsdp.comm.work import BLOCK, DONE, DeterministicAllReduce, Work, WorkThen, pairwise_sum
 from fsdp.reduction.bucketing import Item, make_bucket_groups
 from fsdp.reduction.in_flight import ReductionQueue
 from tests.support.models import (
@@ -494,7 +494,7 @@ def test_a_deterministic_sum_holds_its_padded_input_and_what_it_receives() -> No
         return DONE
 
     work = DeterministicAllReduce(exchange, lambda sums: DONE, given, 0, 2)
-    assert scratch_of(work) == sum(one.nbytes for one in exchanged) == 2 * 6 * 4
+    assert work.scratch == sum(one.nbytes for one in exchanged) == 2 * 6 * 4
     work.wait()
     # this rank sums the first three elements of both inputs, (0, 1, 2) and (3, 4, 0). The gather brings no sums of the other rank
     assert given.tolist() == [3.0, 5.0, 2.0, 3.0, 4.0]
