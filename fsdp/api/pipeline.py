@@ -207,12 +207,18 @@ def _let_scalers_ask_stages() -> None:
 
 @contextmanager
 def _unsharded(engine: Engine) -> Iterator[None]:
-    """Gather what the gradients of inputs have released, because those of weights read it; then release it. Communicates."""
+    """Gather what the gradients of inputs have released, because those of weights read it; then release it. Communicates.
+
+    No hook sees what fails inside.
+    """
     released = sorted({*range(len(engine.units))} - {*engine.gathered_units()})
     try:
         for index in released:
             engine.request(index, Request.UNSHARD)
         yield
+    except BaseException as failure:
+        engine.abandon_step(failure)
+        raise
     finally:
         for index in released:
             engine.request(index, Request.RESHARD)

@@ -1,5 +1,6 @@
 """Stages whose parameters are released between the two halves of a backward: the gradients of inputs, then those of weights."""
 
+import sys
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import count
@@ -12,7 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
 import fsdp
+from fsdp.api import pipeline
+from fsdp.comm.simulated import current_rank
 from fsdp.compat.fully_shard import fully_shard
+from fsdp.runtime.engine import Engine
 from tests.comm.failure.dimension_programs import Mine, cause_of
 from tests.support.ranks import on_ranks
 
@@ -226,5 +230,55 @@ def test_a_step_of_several_stages_a_rank_that_failed_is_done_again_without_what_
                     assert p.grad is not None
                     torch.testing.assert_close(fsdp.full_tensor(p.grad), wanted[number].get_parameter(name).grad)
             mine.zero_grad()
+
+    fsdp.simulate(4, program)
+
+
+@pytest.mark.parametrize("fails", ["request", "stage_backward_weight"])
+def test_a_rank_that_fails_in_the_gradients_of_weights_is_named_and_the_step_is_done_again(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No hook of the engine sees that half of a backward: a gather before it fails, or an operator inside."""
+    wanted, due = nn.Sequential(*stages()), [True]
+    for group in range(2):
+        (nn.functional.mse_loss(wanted(batch(group)), batch(group)) / 2).backward()
+    place = pipeline if fails == "stage_backward_weight" else Engine
+    real: Any = getattr(place, fails)
+
+    def fail(*args: Any, **named: Any) -> Any:
+        rank = current_rank()
+        is_half = fails != "request" or sys._getframe(1).f_code.co_name == "_unsharded"
+        if rank is not None and rank.rank == 3 and is_half and due:
+            due.clear()
+            raise torch.OutOfMemoryError("no memory")
+        return real(*args, **named)
+
+    monkeypatch.setattr(place, fails, fail)
+
+    def program(rank: int) -> None:
+        mesh, every = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")), stages()
+        place, data = mesh["pp"].get_local_rank(), batch(mesh["dp"].get_local_rank())
+        numbers = (place, place + 2)
+        for number in numbers:
+            fsdp.fully_shard(every[number], mesh=mesh["dp"])
+
+        def step() -> None:
+            stage = partial(fsdp.PipelineStage, num_stages=4, device=torch.device("cpu"), group=mesh.get_group("pp"))
+            mine: Any = [stage(every[number], number) for number in numbers]
+            schedule = ScheduleInterleavedZeroBubble(mine, 4, loss_fn=nn.functional.mse_loss)
+            schedule.step(*[data] * (place == 0), **({"target": data, "losses": []} if place else {}))  # type: ignore[arg-type]
+
+        with pytest.raises(torch.OutOfMemoryError if rank == 3 else Exception) as failure:
+            step()
+        if rank != 3:
+            cause = cause_of(failure.value)
+            assert isinstance(cause, fsdp.PeerFailed) and (cause.rank, cause.reason) == (3, "OutOfMemoryError: no memory")
+        for number in numbers:
+            every[number].zero_grad()
+        step()
+        for number in numbers:
+            for name, p in every[number].named_parameters():
+                assert p.grad is not None
+                torch.testing.assert_close(fsdp.full_tensor(p.grad), wanted[number].get_parameter(name).grad)
 
     fsdp.simulate(4, program)
