@@ -87,6 +87,8 @@ class Placement:
     """Whether the shards are ranges of the parameter's elements, in the order of its memory."""
     is_tensor_parallel: bool = False
     """Whether the unsharded parameter is itself a DTensor, which tensor parallelism has spread over a mesh."""
+    _unsharded_spec: Any = None
+    """torch's DTensorSpec of that."""
 
     def __init__(self, name: str, layout: Layout, index: int, rank: int, is_complete: bool = False) -> None:
         """`index`: the number of the parameter in `layout`. `is_complete`: each rank has the full parameter."""
@@ -123,11 +125,11 @@ class Placement:
 
     def stored(self, tensor: Tensor) -> Tensor:
         """This rank's part of an unsharded tensor as the flat buffer stores it: the dimension that is cut comes first."""
-        return tensor
+        return stored(tensor, self.dim)
 
     def shown(self, stored: Tensor) -> Tensor:
         """A view of a stored tensor with its dimensions in their places."""
-        return stored
+        return stored.movedim(0, self.dim) if self.dim else stored
 
     def full_in(self, flat: Tensor) -> Tensor:
         """The parameter in an unsharded flat tensor (W * C,), as a forward sees it: a view, or a DTensor over one."""
@@ -136,14 +138,16 @@ class Placement:
 
     def full_of(self, stored: Tensor) -> Tensor:
         """The full parameter of which the flat buffer stores `stored`. Communicates if tensor parallelism has cut it."""
-        return stored
+        view: Any = self.unsharded(self.shown(stored))
+        full: Tensor = view.full_tensor() if self.is_tensor_parallel else view
+        return full
 
     def over_all_dims(self, unsharded: Tensor, data_ranks: Sequence[int]) -> Tensor:
         """The full parameter of an unsharded one, differentiable. Communicates if tensor parallelism has cut it.
 
         `data_ranks`: the ranks over which gradients are averaged.
         """
-        return unsharded
+        return full_with_grad(unsharded, data_ranks) if self.is_tensor_parallel else unsharded
 
     def shard_in(self, chunk: Tensor) -> Tensor:
         """This rank's part of the parameter in a tensor (C,) that is cut like the shard: a view."""
@@ -157,11 +161,11 @@ class Placement:
 
     def part_of_full(self, full: Tensor) -> Tensor:
         """This rank's part of a full tensor. It may be a view."""
-        return self.local_part(full)
+        return self.local_part(local_of_full(full, self._unsharded_spec) if self.is_tensor_parallel else full)
 
     def unsharded(self, view: Tensor) -> Tensor:
         """The unsharded parameter whose part on this rank is `view`."""
-        return view
+        return make_dtensor(view, self._unsharded_spec) if self.is_tensor_parallel else view
 
     def local_grad(self, gradient: Any, form: GradForm | None = None) -> tuple[Tensor, GradForm]:
         """This rank's part of an unsharded gradient, and its form, which may be given.
@@ -356,26 +360,6 @@ class DTensorPlacement(Placement):
     def _here(self) -> Iterator[tuple[int, Any]]:
         """This rank's coordinate in each dimension of the mesh, and how the parameter lies along it."""
         return zip(self._spec.mesh.get_coordinate(), self._spec.placements, strict=True)
-
-    def stored(self, tensor: Tensor) -> Tensor:
-        return stored(tensor, self.dim)
-
-    def shown(self, stored: Tensor) -> Tensor:
-        return stored.movedim(0, self.dim) if self.dim else stored
-
-    def unsharded(self, view: Tensor) -> Tensor:
-        return make_dtensor(view, self._unsharded_spec) if self.is_tensor_parallel else view
-
-    def full_of(self, stored: Tensor) -> Tensor:
-        view: Any = self.unsharded(self.shown(stored))
-        full: Tensor = view.full_tensor() if self.is_tensor_parallel else view
-        return full
-
-    def over_all_dims(self, unsharded: Tensor, data_ranks: Sequence[int]) -> Tensor:
-        return full_with_grad(unsharded, data_ranks) if self.is_tensor_parallel else unsharded
-
-    def part_of_full(self, full: Tensor) -> Tensor:
-        return self.local_part(local_of_full(full, self._unsharded_spec) if self.is_tensor_parallel else full)
 
     def local_grad(self, gradient: Any, form: GradForm | None = None) -> tuple[Tensor, GradForm]:
         spec = self._unsharded_spec
