@@ -231,12 +231,9 @@ class FlatBuffer:
         return hash(tuple(addresses)) if any(addresses) else 0
 
     def _are_at_home(self) -> bool:
-        if (now := self._own_shard.data_ptr()) != self._own_addresses[0]:  # all memory has moved, see `fsdp.offload`
-            known = zip(self.placements, self._own_addresses[1], strict=True)
-            self._own_addresses = (
-                now,
-                [placement.address_at(placement.shard_in(self._own_shard), one) for placement, one in known],
-            )
+        if (now := self._own_shard.data_ptr()) != self._own_addresses[0] and self.placements[0].address is _ADDRESS:
+            # all memory has moved, see `fsdp.offload`
+            self._own_addresses = now, [placement.shard_in(self._own_shard).data_ptr() for placement in self.placements]
         return self._addresses() == self._own_addresses[1]
 
     def _addresses(self) -> list[int]:

@@ -210,10 +210,6 @@ class Placement:
         become_full(copied, unsharded)
         return copied
 
-    def address_at(self, view: Tensor, before: int) -> int:
-        """The `address` of a shard over `view`, after all memory has moved (see `fsdp.offload`). `before`: the former one."""
-        return self.address(view)
-
     # state dicts --------------------------------------------------------------------------
 
     def value(self, name: str, local: Tensor) -> Tensor:
@@ -303,9 +299,6 @@ class ShardPlacement(Placement):
 
     def make_shard(self, info: ParamInfo, local: Tensor) -> None:
         become_shard(info.parameter, local.data, self.info)
-
-    def address_at(self, view: Tensor, before: int) -> int:
-        return before  # a number that stands for the tensor, wherever it lies
 
     def placed(self, layout: Layout, index: int, like: nn.Parameter, dtype: torch.dtype) -> Placement:
         return ShardPlacement(self.name, layout, index, self.info.comm)
@@ -399,9 +392,6 @@ class DTensorPlacement(Placement):
         copied = as_parameter(self.as_shard(plain(shard)), shard.requires_grad) if copied is None else copied
         copied.__dict__[STANDS_FOR] = True
         return copied
-
-    def address_at(self, view: Tensor, before: int) -> int:
-        return before
 
     def value(self, name: str, local: Tensor) -> Tensor:
         return super().value(name, local) if self.is_row_range else self.as_shard(plain(local))
