@@ -96,13 +96,8 @@ class ShardInfo(NamedTuple):
 
     def covers(self, other: "ShardInfo") -> bool:
         """Whether `other` is broadcast along the rows of this tensor: each of its rows lies on the same rank."""
-        return (
-            len(self.shape) == len(other.shape)
-            and self.keeps_rows
-            and other.keeps_rows
-            and all(one in (1, full) for one, full in zip(other.shape[1:], self.shape[1:], strict=True))
-            and self.cut.of_rows(tuple(other.shape[1:])) == other.cut
-        )
+        rows = self.of_row_sizes(other.shape)
+        return rows is not None and other.keeps_rows and rows.cut == other.cut
 
     def of_row_sizes(self, sizes: Shape) -> "ShardInfo | None":
         """The shard of a tensor of shape `sizes`, whose rows lie where those of this one lie; None if it has no such rows."""
@@ -111,30 +106,20 @@ class ShardInfo(NamedTuple):
             return None
         return self.of_rows(Size((self.local_shape[0], *sizes[1:])))
 
-    def fits(self, plain: Tensor) -> bool:
-        """Whether this rank's part can be combined with an ordinary tensor as it is, element by element.
-
-        It is a number, has the shape of the part, or is broadcast over the rows of a part that is cut between rows.
-        """
-        shape = plain.shape
-        if shape == self.local_shape or (plain.numel() == 1 and len(shape) <= len(self.shape)):
-            return True
-        if self.cut_by_element or len(shape) > len(self.shape) or (len(shape) == len(self.shape) and shape[0] != 1):
-            return False
-        rest = self.shape[len(self.shape) - len(shape) :]
-        return all(have in (1, full) for have, full in zip(shape, rest, strict=True))
-
     def part_of(self, plain: Tensor) -> Tensor | None:
-        """The part of an ordinary tensor with which this rank's part is combined; None if it can't be.
+        """The part of an ordinary tensor with which this rank's part is combined, element by element; None if it can't be.
 
-        A tensor that can be broadcast to the full shape is the same on every rank, so each rank takes its own elements.
+        A number and a tensor of the shape of the part are taken as they are. A tensor that can be broadcast to the full shape is
+        the same on every rank, so each rank takes its own elements, or all if they are broadcast over its rows.
         """
-        if self.fits(plain):
+        shape, dims = tuple(plain.shape), len(self.shape)
+        if shape == self.local_shape or (plain.numel() == 1 and len(shape) <= dims):
             return plain
-        shape = tuple(plain.shape)
-        rest = self.shape[len(self.shape) - len(shape) :]
-        if len(shape) > len(self.shape) or not all(have in (1, full) for have, full in zip(shape, rest, strict=True)):
+        rest = self.shape[dims - len(shape) :]
+        if len(shape) > dims or not all(have in (1, full) for have, full in zip(shape, rest, strict=True)):
             return None
+        if not self.cut_by_element and (len(shape) < dims or shape[0] == 1):
+            return plain
         if (rows := self.of_row_sizes(shape)) is not None:
             return plain.narrow(0, self.first // self.cut.row, rows.local_shape[0])
         return self.part_of_full(plain.expand(self.shape))

@@ -375,7 +375,7 @@ def _element_wise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     info = _common_cut(func, operands)
     if func._schema.is_mutable:
         _check_target(func, args, kwargs, info)
-    if not all([isinstance(operand, ShardTensor) or info.fits(operand) for operand in operands]):
+    if not all([isinstance(operand, ShardTensor) for operand in operands]):
         args = tuple([_part_of(func, arg, info) for arg in args])
         kwargs = {name: _part_of(func, arg, info) for name, arg in kwargs.items()}
     result = func(*args, **kwargs)
@@ -448,10 +448,11 @@ def _common_cut(func: Any, operands: Iterable[Tensor]) -> ShardInfo:
             continue
         if not operand.is_reduced:
             refuse_unreduced(str(func), operand.shard_info)
-        if info is None or operand.shard_info.covers(info):
-            info = operand.shard_info
-        elif not info.covers(operand.shard_info):
-            info.check_same_cut(operand.shard_info, str(func))
+        other = operand.shard_info
+        if info is None or other is info or other.covers(info):
+            info = other
+        elif not info.covers(other):
+            info.check_same_cut(other, str(func))
     assert info is not None, "an operator comes here because of a shard"
     return info
 
