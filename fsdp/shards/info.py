@@ -38,11 +38,6 @@ class ShardInfo(NamedTuple):
         """The shape of the full tensor."""
         return self.cut.shape
 
-    @property
-    def strides(self) -> Shape:
-        """The strides of the full tensor, which is contiguous."""
-        return tuple([max(1, prod([max(size, 1) for size in self.shape[dim + 1 :]])) for dim in range(len(self.shape))])
-
     def describe(self) -> str:
         """The shard in words, for an error. Of a view, it is what was viewed."""
         origin = self.viewed_from or self

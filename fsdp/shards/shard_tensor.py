@@ -137,12 +137,11 @@ class ShardTensor(Tensor):
 
     def size(self, dim: int | None = None) -> Any:
         """The shape of the full tensor, or its size in one dimension."""
-        return self.shape if dim is None else _of_dim(self.shape, dim)
+        return self.shape if dim is None else torch.empty(self.shape, device="meta").size(dim)
 
     def stride(self, dim: int | None = None) -> Any:
         """The strides of the full tensor, contiguous, or its stride in one dimension."""
-        strides = Tensor.stride(self) if _is_local() else self.shard_info.strides
-        return strides if dim is None else _of_dim(strides, dim)
+        return Tensor.stride(self, dim) if _is_local() else _as_full(self).stride(dim)  # type: ignore[arg-type]
 
     def dim(self) -> int:
         """The number of dimensions of the full tensor."""
@@ -153,9 +152,7 @@ class ShardTensor(Tensor):
 
     def __len__(self) -> int:
         """The number of rows of the full tensor."""
-        if not self.shard_info.shape:
-            raise TypeError("len() of a 0-d tensor")
-        return self.shard_info.shape[0]
+        return len(_as_full(self))
 
     def item(self) -> Any:
         """The number, if the full tensor has one element. torch's own would look at the size of this rank's part."""
@@ -346,12 +343,6 @@ def _is_local() -> bool:
     """Whether this thread is inside `local_operators`."""
     excluded: bool = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
     return excluded
-
-
-def _of_dim(sizes: Sequence[int], dim: int) -> int:
-    if not -max(len(sizes), 1) <= dim < len(sizes):
-        raise IndexError(f"Dimension out of range (the tensor has {len(sizes)} dimensions, but got {dim})")
-    return sizes[dim]
 
 
 def as_shard(local: Tensor, info: ShardInfo) -> ShardTensor:
