@@ -22,15 +22,13 @@ class Rule(Enum):
     ELEMENT_WISE_LISTS = auto()
     """As ELEMENT_WISE, on each tensor of the lists."""
     LIKE = auto()
-    """A new shard with the same cut, of the given dtype and device."""
+    """A new shard with the same cut, of the given dtype and device; or a question about the memory of this rank's part."""
     SAME_SIZE = auto()
     """A view. It is a shard if the shape stays the same or all elements lie in a row, and refused otherwise."""
     MASKED_FILL = auto()
     """An assignment to the elements that a mask of the same shape selects, `x[mask] = number`. Refused otherwise."""
     NEW = auto()
     """A new tensor. It is a shard if it has the shape of this rank's part, and an ordinary tensor otherwise."""
-    QUERY = auto()
-    """A question about the memory of this rank's part."""
     REDUCTION = auto()
     """Over all elements of all ranks, by one collective."""
     COMPOSITE = auto()
@@ -41,19 +39,9 @@ class Rule(Enum):
 
 _ELEMENT_WISE: Final = {
     *("alias", "detach", "detach_", "clone", "_to_copy", "copy_", "fill", "fill_", "zero", "zero_", "lift_fresh"),
-    *("masked_fill", "masked_fill_", "where", "real", "imag", "clamp", "clamp_", "clamp_min_", "clamp_max_", "_conj"),
-    *("conj_physical_", "addcmul_", "addcdiv_", "contiguous", "exp2_", "bitwise_not_", "logical_not_"),
+    *("masked_fill", "where", "real", "imag", "_conj", "contiguous"),
 }
 """Operators that work element by element, and have no tag of torch that says so."""
-_FOREACH: Final = {
-    *("_foreach_abs", "_foreach_acos", "_foreach_add", "_foreach_addcdiv", "_foreach_addcmul", "_foreach_asin", "_foreach_atan"),
-    *("_foreach_ceil", "_foreach_clamp_max", "_foreach_clamp_min", "_foreach_copy", "_foreach_cos", "_foreach_cosh"),
-    *("_foreach_div", "_foreach_erf", "_foreach_erfc", "_foreach_exp", "_foreach_expm1", "_foreach_floor", "_foreach_frac"),
-    *("_foreach_lerp", "_foreach_lgamma", "_foreach_log", "_foreach_log10", "_foreach_log1p", "_foreach_log2"),
-    *("_foreach_maximum", "_foreach_minimum", "_foreach_mul", "_foreach_neg", "_foreach_pow", "_foreach_reciprocal"),
-    *("_foreach_round", "_foreach_rsqrt", "_foreach_sigmoid", "_foreach_sign", "_foreach_sin", "_foreach_sinh", "_foreach_sqrt"),
-    *("_foreach_sub", "_foreach_tan", "_foreach_tanh", "_foreach_trunc", "_foreach_zero"),
-}
 _OF_ONE_OVERLOAD: Final = ("max", "min")
 """Operators that are reductions by their overload `default` alone."""
 _REDUCTIONS: Final = (
@@ -69,12 +57,12 @@ _BY_SIZE: Final = {
 _QUERIES: Final = ("is_pinned", "record_stream", "_pin_memory", "is_same_size", "_has_compatible_shallow_copy_type", "pin_memory")
 _BY_NAME: Final = {
     **dict.fromkeys(_REDUCTIONS, Rule.REDUCTION),
-    **dict.fromkeys(("empty_like", "zeros_like", "ones_like", "full_like"), Rule.LIKE),
+    **dict.fromkeys(("empty_like", "zeros_like", "ones_like", "full_like", *_QUERIES), Rule.LIKE),
     **dict.fromkeys(("view", "_unsafe_view", "expand", "_reshape_alias"), Rule.SAME_SIZE),
     **dict.fromkeys(("index_put", "index_put_"), Rule.MASKED_FILL),
     **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"), Rule.NEW),
-    **dict.fromkeys(_QUERIES, Rule.QUERY),
     **dict.fromkeys(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), Rule.ELEMENT_WISE_LISTS),
+    **dict.fromkeys(("_foreach_copy", "_foreach_copy_", "_foreach_zero", "_foreach_zero_"), Rule.ELEMENT_WISE_LISTS),
     **dict.fromkeys(_ELEMENT_WISE, Rule.ELEMENT_WISE),
 }
 """The rules of operators that have one by their name alone."""
@@ -94,10 +82,8 @@ def rule_of(func: Any) -> Rule:
         return _BY_NAME[name]
     if name in _OF_ONE_OVERLOAD and overload == "default":
         return Rule.REDUCTION
-    if name.removesuffix("_") in _FOREACH:
-        return Rule.ELEMENT_WISE_LISTS
     if _is_pointwise(func, name):
-        return Rule.ELEMENT_WISE
+        return Rule.ELEMENT_WISE_LISTS if name.startswith("_foreach_") else Rule.ELEMENT_WISE
     return Rule.COMPOSITE if func._can_decompose() and name not in _BY_SIZE else Rule.REFUSED
 
 
@@ -108,7 +94,8 @@ def outputs_of(func: Any) -> tuple[str, ...]:
 
 
 def _is_pointwise(func: Any, name: str) -> bool:
-    """Whether torch says that an operator works element by element. Of some in-place forms, such as `abs_`, it does not."""
-    functional = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    """Whether torch says that an operator works element by element. Of lists and of some in-place forms it does not."""
+    plain = name.removeprefix("_foreach_").removesuffix("_")
+    functional = None if plain == name or plain in _OF_ONE_OVERLOAD else getattr(torch.ops.aten, plain, None)
     overloads = [] if functional is None else [getattr(functional, overload) for overload in functional.overloads()]
     return any(torch.Tag.pointwise in one.tags for one in (func, *overloads))

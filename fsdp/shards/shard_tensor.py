@@ -601,7 +601,6 @@ _COMPUTE: dict[Rule, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     Rule.SAME_SIZE: _same_size,
     Rule.MASKED_FILL: _masked_fill,
     Rule.NEW: _new,
-    Rule.QUERY: _like,
     Rule.REDUCTION: _reduce,
     Rule.REFUSED: _refuse,
 }
