@@ -10,11 +10,10 @@ A step of AdamW on the CPU calls about fourteen operators for each parameter. Ea
 run outside of that. DTensors have a dispatch of their own, which is not asked either: such a step is on their local tensors.
 """
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import cache, wraps
 from operator import is_
 from typing import Any, Final
 
@@ -104,13 +103,9 @@ def _give(kept: dict[str, Any], parameter: Any, part: Tensor, made: dict[str, An
             kept[key] = make_dtensor(value, parameter._spec) if is_part else value
 
 
+@cache
 def hook_optimizers() -> None:
     """Wrap the steps of torch's element-wise optimizers, and set a hook on the steps of all others, once in a process."""
-    global _is_hooked
-    with _hooking:
-        if _is_hooked:
-            return
-        _is_hooked = True
     register_optimizer_step_pre_hook(uncompiled(before_step))
     for optimizer in ELEMENT_WISE_OPTIMIZERS:
         _wrap_step(optimizer)
@@ -121,10 +116,6 @@ def hook_optimizers() -> None:
         # torch uses the fused and the grouped implementations for types in these lists only
         _foreach_supported_types.append(kind)
         _foreach_utils._foreach_supported_types.append(kind)
-
-
-_is_hooked = False
-_hooking = threading.Lock()
 
 
 def _wrap_step(kind: Any) -> None:
