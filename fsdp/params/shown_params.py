@@ -113,7 +113,6 @@ def _touching(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of dict that the user calls to put a parameter in, or to take one away."""
 
     def touching(shown: "ParamDict", *args: Any, **kwargs: Any) -> Any:
-        shown.is_touched = True
         touches.count += 1
         return method(shown, *args, **kwargs)
 
@@ -126,7 +125,7 @@ class ParamDict(dict[str, nn.Parameter | None]):
     Tells the units where code in a backward lists what it holds. The units change it by `dict.update`, which counts as no touch.
     """
 
-    __slots__ = ("is_touched", "shared")
+    __slots__ = ("shared",)
 
     __setitem__, __delitem__, __ior__ = _touching(dict.__setitem__), _touching(dict.__delitem__), _touching(dict.__ior__)
     clear, pop, popitem = _touching(dict.clear), _touching(dict.pop), _touching(dict.popitem)
@@ -136,8 +135,6 @@ class ParamDict(dict[str, nn.Parameter | None]):
         super().__init__(slots)
         self.shared = False
         """Whether parameters of several units are in this dict, so that some may be sharded and others unsharded."""
-        self.is_touched = False
-        """Whether one was put in or taken away since somebody looked."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         """An ordinary dict: the copy of a module has units of its own."""
@@ -222,10 +219,13 @@ class ModuleParams:
         """Let the module show the unsharded parameters. The unit answers reads until `stop_intercepting`."""
         self._set_params(self._unsharded_params)
 
-    def use_sharded(self) -> None:
-        """Let the module show the shards, and the unit answer reads. What the user has put in stays, for the next check."""
+    def use_sharded(self, is_touched: bool) -> None:
+        """Let the module show the shards, and the unit answer reads. What the user has put in stays, for the next check.
+
+        `is_touched`: whether the user may have put in something since the last one.
+        """
         known = self._resting_params
-        if self._param_dict.is_touched:
+        if is_touched:
             ours = (known, self._unsharded_params)
             known = {name: p for name, p in known.items() if any(self._param_dict.get(name) is one[name] for one in ours)}
         self._set_params(known)
@@ -248,12 +248,6 @@ class ModuleParams:
         """Let the unit answer reads."""
         self._param_dict.__class__ = InterceptingParamDict
 
-    def refuse_touched(self, unit: str) -> None:
-        """Do `check` if the user has put a parameter into the module, or taken one away, since the last time."""
-        if self._param_dict.is_touched:
-            self.check(unit)
-            self._param_dict.is_touched = self._param_dict.shared
-
     def check(self, unit: str) -> None:
         """Raise ShardingError if the user has put another parameter into the module."""
         shown = list(map(self._param_dict.get, self._resting_params))
@@ -275,11 +269,11 @@ class ModuleParams:
     def _set_attributes(self, parameters: dict[str, nn.Parameter]) -> None:
         # the module's __setattr__ reads the current parameter, and that read must not be intercepted
         self._param_dict.__class__ = ParamDict
-        module, is_touched, count = self.module, self._param_dict.is_touched, touches.count
+        module, count = self.module, touches.count
         for name, parameter in parameters.items():
             if module is not None:
                 setattr(module, name, parameter)
-        self._param_dict.__class__, self._param_dict.is_touched = InterceptingParamDict, is_touched
+        self._param_dict.__class__ = InterceptingParamDict
         touches.count = count
 
 

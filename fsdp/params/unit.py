@@ -525,8 +525,7 @@ class Unit:
             module_params.use_unsharded()
 
     def _refuse_put_in(self) -> None:
-        for module_params in self._module_params:
-            module_params.refuse_touched(self.name)
+        self.check_modules()
         self._touches = touches.count
 
     def refuse_changed(self) -> None:
@@ -565,8 +564,9 @@ class Unit:
         self.take_requires_grad()
         self._open = False
         self.listed.set(False)
+        is_touched = touches.count != self._touches
         for module_params in self._module_params:
-            module_params.use_sharded()
+            module_params.use_sharded(is_touched)
         write_back, self._write_back = self._write_back, None
         if write_back is not None:
             write_back()
