@@ -66,7 +66,8 @@ def dissolve(unit: Unit, has_grad: HasGrad, keeps: bool = True) -> None:
         gradient = _gather_grad(param_shard, unit) if has_grad[id(parameter)] else None
         if not keeps:
             full, gradient = full.to("meta"), None
-        param_shard.flat.restore_param(param_shard.number, full, gradient)
+        flat, number = param_shard
+        flat.placements[number].make_full(flat.param_infos[number], flat.unsharded_params[number], full, gradient)
     unit.dissolve()
     for sharded, info in zip(unit.sharded_params, unit.param_infos, strict=True):
         if info.parameter is not sharded:

@@ -155,13 +155,6 @@ class FlatBuffer:
         if self.comms.same_ranks_as(comms):
             self.comms = comms
 
-    def restore_param(self, index: int, full: Tensor, gradient: Tensor | None) -> None:
-        """Make a parameter an ordinary one with the values `full` and this gradient, see `Placement.make_full`.
-
-        The buffer must not be used afterwards.
-        """
-        self.placements[index].make_full(self.param_infos[index], self.unsharded_params[index], full, gradient)
-
     def shard_view(self, index: int, chunk: Tensor | None = None) -> Tensor:
         """This rank's part of parameter `index` in the shard, or in another tensor (C,) that is cut like it."""
         return self.placements[index].shard_in(self.shard if chunk is None else chunk)

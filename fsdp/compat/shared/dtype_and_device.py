@@ -160,7 +160,8 @@ def _convert(unit: Unit, parts: list[Part], values: list[list[Tensor]], config: 
         for number in part.indices:
             # a stand-in of the full shape with the memory of one element, which the new buffer cuts
             stand_in = converted[0].new_empty((), device=device).expand(flat.layout.slots[number].shape)
-            flat.restore_param(number, flat.placements[number].shown(stand_in), None)
+            placement = flat.placements[number]
+            placement.make_full(flat.param_infos[number], flat.unsharded_params[number], placement.shown(stand_in), None)
     unit.dissolve()
     flats = [part.made(converted[0].dtype, config) for part, converted in zip(parts, values, strict=True)]
     for flat, part, converted, of_flat in zip(flats, parts, values, grads, strict=True):
