@@ -98,7 +98,8 @@ def measure(model: str, units: Sequence[UnitShapes], strategy: str, world: int) 
         worst_unit_padding=max(layout.numel / unit.numel - 1 for unit, layout in zip(units, layouts, strict=True)),
         misaligned_chunks=sum(_misaligned_chunks(layout) for layout in layouts),
         misaligned_parameters=sum(slot.start * GATHERED % ALIGNMENT != 0 for layout in layouts for slot in layout.slots),
-        cut_by_element=sum(slot.numel for layout in layouts for slot in layout.slots if slot.cut_by_element) / elements,
+        cut_by_element=sum(slot.numel for layout in layouts for i, slot in enumerate(layout.slots) if layout.cut(i).by_element)
+        / elements,
     )
 
 

@@ -25,8 +25,6 @@ class ParamExtent:
     shape: Shape
     start: int
     numel: int
-    cut_by_element: bool
-    """Whether a chunk boundary falls inside a row of this parameter."""
     segment: int = 0
     """The number of its segment, see `Layout`."""
 
@@ -127,7 +125,7 @@ class Layout:
         low = min(max(begin, slot.start), slot.end)
         high = max(min(begin + segment.numel, slot.end), low)
         offset = segment.offset + low - begin if high > low else 0
-        return ShardExtent(part_shape(slot.shape, high - low, slot.cut_by_element), offset, low - slot.start, high - low)
+        return ShardExtent(part_shape(slot.shape, high - low, self.cut(index).by_element), offset, low - slot.start, high - low)
 
     def cut(self, index: int) -> Cut:
         """How parameter `index` is cut over the ranks."""
@@ -176,7 +174,7 @@ def make_row_layout(shapes: tuple[Shape, ...], itemsize: int, num_shards: int) -
     offset = 0
     for shape in shapes:
         per_rank = -(-shape[0] // num_shards) * _row(shape)
-        slots.append(ParamExtent(shape, offset * num_shards, prod(shape), False, len(segments)))
+        slots.append(ParamExtent(shape, offset * num_shards, prod(shape), len(segments)))
         for numel in filter(None, (per_rank, _round_up(max(per_rank, 1), step) - per_rank)):
             segments.append(Segment(offset, numel))
             offset += numel
@@ -220,15 +218,9 @@ def _place(shapes: Sequence[Shape], uncut_rows: frozenset[int], step: int, shard
         row = _row(shape) if len(shape) > 1 and numel else 1
         start = _round_up(start, step)
         boundary = _round_up(start + 1, shard_numel)
-        crosses = start + numel > boundary
-        if crosses and row in uncut_rows:
+        if start + numel > boundary and row in uncut_rows:
             start += (boundary - start) % lcm(row, step)
-            if start >= boundary:
-                boundary = _round_up(start + 1, shard_numel)
-            crosses = start + numel > boundary
-        crosses_twice = start + numel > boundary + shard_numel
-        cut = crosses and ((boundary - start) % row != 0 or (crosses_twice and shard_numel % row != 0))
-        slots.append(ParamExtent(shape, start, numel, cut))
+        slots.append(ParamExtent(shape, start, numel))
         start += numel
     return tuple(slots)
 

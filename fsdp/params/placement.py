@@ -269,11 +269,11 @@ class Placement:
 
     def place_state(self, where: str, shapes: Mapping[int, Shape], dtype: torch.dtype) -> StatePlacement:
         """See `fsdp.shards.state_placement.Place`."""
-        return place_local(where, self.cut, self.extent.cut_by_element, shapes, dtype)
+        return place_local(where, self.cut, shapes, dtype)
 
     def place_full_state(self, where: str, shape: Shape, dtype: torch.dtype) -> StatePlacement:
         """The placement of a full tensor of `shape`. If it cannot be cut like the parameter, an error begins with `where`."""
-        return place_full(where, self.cut, self.extent.cut_by_element, shape, dtype)
+        return place_full(where, self.cut, shape, dtype)
 
     def placed(self, layout: Layout, index: int, like: nn.Parameter, dtype: torch.dtype) -> "Placement":
         """The placement of the parameter at `index` of another layout, in `dtype`. `like`: the shard until now."""
@@ -292,7 +292,7 @@ class ShardPlacement(Placement):
     def __init__(self, name: str, layout: Layout, index: int, comm: Communicator) -> None:
         super().__init__(name, layout, index, comm.rank)
         extent, part = self.extent, self.part
-        self.info = ShardInfo(name, self.cut, Size(part.shape), part.first, extent.numel, extent.cut_by_element, comm)
+        self.info = ShardInfo(name, self.cut, Size(part.shape), part.first, extent.numel, self.cut.by_element, comm)
 
     def as_shard(self, local: Tensor) -> Tensor:
         return as_shard(local, self.info)

@@ -28,6 +28,11 @@ class Cut(NamedTuple):
         """The number of elements of one row."""
         return prod(self.shape[1:])
 
+    @property
+    def by_element(self) -> bool:
+        """Whether a row of the tensor lies on two ranks."""
+        return self.row > 0 and any([numel is not None and numel % self.row for numel in (self.numel_first, self.numel_next)])
+
     def of_rows(self, rest: Shape) -> "Cut":
         """The cut of a tensor with as many rows, each of shape `rest`, whose rows lie on the same ranks."""
         first, following = (None if n is None else n // self.row * prod(rest) for n in (self.numel_first, self.numel_next))

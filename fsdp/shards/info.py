@@ -1,7 +1,6 @@
 """What a shard is a part of: the parameter, its full shape, and which ranks hold which elements."""
 
 from collections.abc import Mapping
-from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
@@ -76,13 +75,13 @@ class ShardInfo(NamedTuple):
             return None
         cut, here = self.cut._replace(shape=shape), self.local_shape.numel()
         # one row is cut by element, even if it lies on one rank: what is computed over it is wanted on all ranks
-        by_element = self.cut_by_element or shape[:1] == (1,) or any(end % cut.row for end in accumulate(cut.numels()))
+        by_element = self.cut_by_element or shape[:1] == (1,) or cut.by_element
         local_shape = Size(part_shape(shape, here, by_element))
         return self._replace(cut=cut, local_shape=local_shape, cut_by_element=by_element, viewed_from=origin)
 
     def place_state(self, where: str, shapes: Mapping[int, Shape], dtype: torch.dtype) -> StatePlacement:
         """See `fsdp.shards.state_placement.Place`."""
-        return place_local(where, self.cut, self.cut_by_element, shapes, dtype)
+        return place_local(where, self.cut, shapes, dtype)
 
     @property
     def keeps_rows(self) -> bool:

@@ -137,11 +137,11 @@ class ShardTensor(Tensor):
 
     def size(self, dim: int | None = None) -> Any:
         """The shape of the full tensor, or its size in one dimension."""
-        return self.shape if dim is None else torch.empty(self.shape, device="meta").size(dim)
+        return self.shape if dim is None else _as_full(self).size(dim)
 
     def stride(self, dim: int | None = None) -> Any:
         """The strides of the full tensor, contiguous, or its stride in one dimension."""
-        return Tensor.stride(self, dim) if _is_local() else _as_full(self).stride(dim)  # type: ignore[arg-type]
+        return Tensor.stride(self, dim) if _is_local() else _as_full(self).stride(dim)
 
     def dim(self) -> int:
         """The number of dimensions of the full tensor."""

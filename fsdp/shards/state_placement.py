@@ -29,15 +29,14 @@ Place = Callable[[str, Mapping[int, Shape], torch.dtype], "StatePlacement"]
 class StatePlacement:
     """How one tensor of one parameter's state lies on the ranks."""
 
-    __slots__ = ("_by_element", "_cut", "dtype", "shape")
+    __slots__ = ("_cut", "dtype", "shape")
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, cut: Cut | None, by_element: bool = False) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype, cut: Cut | None) -> None:
         """`cut`: None if each rank has one of its own; over one rank, if every rank has all of it."""
         self.shape = shape
         """The shape of the full tensor; of a statistic, that of the first rank that has one."""
         self.dtype = dtype
         self._cut = cut
-        self._by_element = by_element
 
     @property
     def is_per_rank(self) -> bool:
@@ -52,7 +51,7 @@ class StatePlacement:
 
     def local_shape(self, rank: int) -> Shape:
         """The shape of the tensor on `rank`."""
-        return part_shape(self.shape, self.span(rank)[1], self._by_element)
+        return part_shape(self.shape, self.span(rank)[1], self._cut is not None and self._cut.by_element)
 
     def part_of(self, full: Tensor, rank: int) -> Tensor:
         """The part of a full tensor that belongs on `rank`, this one: a copy, so that the full tensor can be freed."""
@@ -96,8 +95,8 @@ def _place_everywhere(where: str, shapes: Mapping[int, Shape], dtype: torch.dtyp
     return everywhere(next(iter(shapes.values())), dtype)
 
 
-def place_local(where: str, cut: Cut, by_element: bool, shapes: Mapping[int, Shape], dtype: torch.dtype) -> StatePlacement:
-    """Infer a placement from the shape that each rank has. The parameter is cut by `cut`, perhaps inside its rows.
+def place_local(where: str, cut: Cut, shapes: Mapping[int, Shape], dtype: torch.dtype) -> StatePlacement:
+    """Infer a placement from the shape that each rank has. The parameter is cut by `cut`.
 
     An error, if a rank that holds a part of the parameter has no such tensor, begins with `where`.
     """
@@ -106,8 +105,8 @@ def place_local(where: str, cut: Cut, by_element: bool, shapes: Mapping[int, Sha
     local = [shapes[rank] for rank in holders]
     if len(holders) == 1:
         return StatePlacement(local[0], dtype, cut._replace(shape=local[0]))
-    candidates = [StatePlacement(cut.shape, dtype, cut, by_element)]
-    if local and local[0] and _keeps_rows(cut, by_element, local[0]):
+    candidates = [StatePlacement(cut.shape, dtype, cut)]
+    if local and local[0] and _keeps_rows(cut, local[0]):
         candidates.append(_by_row(cut, local[0][1:], dtype))
     for one in candidates:
         if local == [one.local_shape(rank) for rank in holders]:
@@ -115,7 +114,7 @@ def place_local(where: str, cut: Cut, by_element: bool, shapes: Mapping[int, Sha
     return StatePlacement(local[0], dtype, None)
 
 
-def place_full(where: str, cut: Cut, by_element: bool, shape: Shape, dtype: torch.dtype) -> StatePlacement:
+def place_full(where: str, cut: Cut, shape: Shape, dtype: torch.dtype) -> StatePlacement:
     """Choose the placement of a full tensor of `shape`.
 
     An error, if the parameter is cut and the tensor has neither its shape nor its number of rows, begins with `where`.
@@ -123,8 +122,8 @@ def place_full(where: str, cut: Cut, by_element: bool, shape: Shape, dtype: torc
     if sum(map(bool, cut.numels())) <= 1:
         return StatePlacement(shape, dtype, cut._replace(shape=shape, numel_first=None, numel_next=None))
     if shape == cut.shape:
-        return StatePlacement(shape, dtype, cut, by_element)
-    if _keeps_rows(cut, by_element, shape) and shape[:1] == cut.shape[:1]:
+        return StatePlacement(shape, dtype, cut)
+    if _keeps_rows(cut, shape) and shape[:1] == cut.shape[:1]:
         return _by_row(cut, shape[1:], dtype)
     refuse_shape(where, shape, cut.shape)
 
@@ -144,9 +143,9 @@ def refuse_absent(where: str, ranks: Sequence[int], shapes: Mapping[int, Shape])
         raise ShardingError(f"{where} is missing on ranks {absent}, which hold a part of the parameter; step every rank alike.")
 
 
-def _keeps_rows(cut: Cut, by_element: bool, shape: Shape) -> bool:
+def _keeps_rows(cut: Cut, shape: Shape) -> bool:
     """Whether each row of the parameter lies on one rank, so that a tensor of `shape` may have a row for each."""
-    return len(cut.shape) > 1 and not by_element and 0 not in shape
+    return len(cut.shape) > 1 and not cut.by_element and 0 not in shape
 
 
 def _by_row(cut: Cut, rest: Shape, dtype: torch.dtype) -> StatePlacement:

@@ -76,11 +76,11 @@ def check_parts(layout: Layout, index: int) -> None:
             assert rank * layout.shard_numel + part.offset == slot.start + part.first
             assert part.offset + part.numel <= layout.shard_numel
         covered += part.numel
-        check_shape(slot, part)
+        check_shape(slot, part, layout.cut(index).by_element)
     assert covered == slot.numel
 
 
-def check_shape(slot: ParamExtent, part: ShardExtent) -> None:
+def check_shape(slot: ParamExtent, part: ShardExtent, by_element: bool) -> None:
     if part.numel == slot.numel and (part.numel or not slot.shape):
         assert part.shape == slot.shape
         return
@@ -88,7 +88,7 @@ def check_shape(slot: ParamExtent, part: ShardExtent) -> None:
         assert part.shape == (0,)
         return
     assert len(part.shape) == len(slot.shape)
-    if slot.cut_by_element:
+    if by_element:
         assert part.shape[:-1] == (1,) * (len(slot.shape) - 1)
     else:
         assert part.shape[1:] == slot.shape[1:]
@@ -123,12 +123,13 @@ def test_rows_of_a_transformer_block_are_not_cut() -> None:
     d = 256
     shapes = ((d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,), (d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,))
     for num_shards in (1, 2, 3, 4, 8):
-        assert not any(slot.cut_by_element for slot in check(shapes, 4, num_shards).slots if len(slot.shape) > 1)
+        layout = check(shapes, 4, num_shards)
+        assert not any(layout.cut(index).by_element for index, shape in enumerate(shapes) if len(shape) > 1)
 
 
 def test_rows_too_long_for_the_budget_are_cut_by_element_and_only_those() -> None:
     layout = check(((3, 10_000), (64, 8)), 4, 4)
-    assert [slot.cut_by_element for slot in layout.slots] == [True, False]
+    assert [layout.cut(index).by_element for index in range(2)] == [True, False]
     assert layout.part(0, 0).shape == (1, layout.shard_numel)
 
 
