@@ -106,7 +106,8 @@ class OffloadPolicy:
 class ReductionPolicy:
     """How gradients are put into buckets, and how buckets are summed over the ranks.
 
-    If units were wrapped by hand, the policy of the outermost unit counts. Sizes and triggers are those of each unit.
+    If units were wrapped by hand, the policy of the outermost unit counts. Sizes and triggers are those of each unit. An inner
+    unit that was given another `average`, `predivide_factor` or `deterministic` is refused.
 
     Raises:
         ShardingError: a value is out of range, or `find_unused_parameters` and `static_graph` are both given.

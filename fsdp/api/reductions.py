@@ -41,15 +41,14 @@ def register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Futu
             raise refusal("register_comm_hook: some units are shared by a part of the ranks, which a hook cannot know.", engine)
         policy = engine.reducer.policy
         for name, given in (
-            ("deterministic=True", policy.deterministic),
-            ("average=False", not policy.average),
-            ("predivide_factor", policy.predivide_factor is not None),
-            ("streams", policy.streams > 1),
+            ("reduction.deterministic=True", policy.deterministic),
+            ("reduction.average=False", not policy.average),
+            ("reduction.predivide_factor", policy.predivide_factor is not None),
+            ("reduction.streams", policy.streams > 1),
+            ("a divide factor", any(unit.settings.divide_factors for unit in engine.units)),
         ):
             if given:
-                raise ShardingError(
-                    f"register_comm_hook: the hook does the sums, so reduction.{name} means nothing; leave it out."
-                )
+                raise ShardingError(f"register_comm_hook: the hook does the sums, so {name} means nothing; leave it out.")
     for engine in engines:
         engine.reducer.set_hook(CommHook(state, hook))
 
@@ -92,9 +91,14 @@ def set_divide_factors(model: nn.Module, before: float, after: float) -> None:
 def divide_by(caller: str, engine: Engine, units: Iterable[Unit], before: float, after: float) -> None:
     """Do what `set_divide_factors` does for some units of a root. Errors begin with `caller`."""
     for factor in (before, after):
-        if not 0 < factor < float("inf"):
-            raise ShardingError(f"{caller}: a factor must be a positive number, not {factor!r}.")
+        check_factor(caller, factor)
     refuse_unless_resting(caller, engine)
     if engine.reducer.hook is not None:
         raise refusal(f"{caller}: a communication hook reduces the gradients, and it alone divides them.", engine)
     engine.reducer.set_divide_factors(units, (before, after))
+
+
+def check_factor(caller: str, factor: float) -> None:
+    """Raise ShardingError unless gradients can be divided by a factor."""
+    if not 0 < factor < float("inf"):
+        raise ShardingError(f"{caller}: a factor must be a positive number, not {factor!r}.")

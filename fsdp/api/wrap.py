@@ -17,10 +17,12 @@ from fsdp.autograd.engine_calls import intercept_engine_calls
 from fsdp.building.builder import build, check_initialisation
 from fsdp.building.choose_units import Planned, WrapPolicy, make_plan
 from fsdp.building.consistency import agree
+from fsdp.building.dissolve import refuse_losses
 from fsdp.building.other_engines import refuse_other_engines
 from fsdp.building.peer_options import accepts_peer_options
 from fsdp.building.shardable import (
     check_devices,
+    check_numbers,
     check_ranks,
     check_renormalised,
     check_shardable,
@@ -36,7 +38,7 @@ from fsdp.comm.dtensor_mesh import groups_around, open_mesh, ranks_around
 from fsdp.comm.open_communicators import Mesh, ProcessGroup, open_across, open_comms, open_routed
 from fsdp.config import Config, ReductionPolicy, find_strategy, make_config
 from fsdp.errors import ShardingError
-from fsdp.runtime.registry import UnitRef, engines_in, unit_ref_of
+from fsdp.runtime.registry import UnitRef, engines_in, refuse_traced, refuse_unless_resting, unit_ref_of
 
 P = ParamSpec("P")
 Module = TypeVar("Module", bound=nn.Module | list[nn.Module])
@@ -217,9 +219,11 @@ class FullyShardedDataParallel(nn.Module):
             copy of the unsharded parameters while a unit's forward runs. Default None: True if the environment variable
             FSDP_GUARD is 1.
         reduction: how gradients are put into buckets and summed: a `fsdp.ReductionPolicy`. Default None: its defaults. The
-            policy of the outermost unit counts, except for sizes and triggers.
+            policy of the outermost unit counts, except for sizes and triggers. Refused if an inner one was given another
+            `average`, `predivide_factor` or `deterministic`.
         broadcast_buffers: True overwrites the buffers with rank 0's at the start of each forward of the outermost unit that
-            records a graph, as DDP does. Default False: each rank keeps its own. The value of the outermost unit counts.
+            records a graph, as DDP does. Default False: each rank keeps its own. The value of the outermost unit counts;
+            refused if an inner one was given True and it was not.
         aligned: True makes the shards of every flat buffer multiples of 16 bytes, which NCCL needs in order to be fast. False
             cuts a buffer at any element, so that a single vector whose length is a multiple of the ranks is cut into equal
             parts without padding. Default True.
@@ -339,10 +343,9 @@ def _check_plan(plan: Sequence[Planned], comms: CommContext, config: Config, mod
     for one in plan:
         if (inner := unit_ref_of(one.module)) is None:
             continue
-        if inner.engine.reducer.keeps_gradients:
-            raise ShardingError(
-                f"unit {one.name!r} keeps gradients under no_sync; run the backward that synchronises before wrapping around it."
-            )
+        refuse_unless_resting("fully_shard", inner.engine)
+        refuse_traced("fully_shard", inner.engine)
+        refuse_losses(inner.engine, "fully_shard")
         if not inner.engine.synchronises:
             raise ShardingError(
                 f"unit {one.name!r} does not reduce its gradients, by no_sync or set_requires_gradient_sync, and would now; "
@@ -353,8 +356,14 @@ def _check_plan(plan: Sequence[Planned], comms: CommContext, config: Config, mod
                 f"unit {one.name!r} has a communication hook, which would be lost; register it on the outermost module, after "
                 "wrapping."
             )
+        if inner.engine.path.forward.given or inner.engine.path.backward.given:
+            raise ShardingError(
+                f"unit {one.name!r} is in a root with prefetch lists, which would be lost; set them after wrapping the outermost "
+                "module."
+            )
         inner.unit.refuse_put_away()
         check_ranks(one.name, inner.unit, comms, config)
+        check_numbers(one.name, inner.unit.config, config)
     check_devices(plan, comms.world_comm)
     slots = ((info.names[0], module) for one in plan for info in one.param_infos for module, _ in info.slots)
     check_renormalised(slots, comms.world_comm.size)

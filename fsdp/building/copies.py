@@ -96,6 +96,11 @@ def _refuse_losses(engine: Engine) -> None:
         )
     ModuleTree.of(engine.units[0].module).check(engine.units)
     refuse_losses(engine, "copy.deepcopy")
+    if not engine.synchronises:
+        raise ShardingError(
+            f"copy.deepcopy: unit {name!r} does not reduce its gradients, by no_sync or set_requires_gradient_sync, and the copy "
+            "would; copy the model while it does."
+        )
     if engine.reducer.hook is not None:
         raise ShardingError(
             f"copy.deepcopy: unit {name!r} has a communication hook, whose state belongs to one model; copy the model before you "

@@ -18,7 +18,7 @@ from fsdp.building.other_engines import other_engine
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.context import CommContext
 from fsdp.comm.dtensor_mesh import check_joins, check_order, mesh_around, ranks_around, ranks_of
-from fsdp.config import Config, MeshKind
+from fsdp.config import Config, MeshKind, ReductionPolicy
 from fsdp.errors import ShardingError
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.shown_params import owning_unit
@@ -90,6 +90,20 @@ def _parameters_in(plan: Sequence[Planned]) -> Iterator[nn.Parameter]:
     return chain.from_iterable(
         one.unit.sharded_params if one.unit else [info.parameter for info in one.param_infos] for one in plan
     )
+
+
+def check_numbers(name: str, given: Config, outermost: Config) -> None:
+    """Raise ShardingError if a unit, wrapped before, has an option that changes numbers, and the outermost one has another."""
+    options = [("broadcast_buffers", given.broadcast_buffers, outermost.broadcast_buffers, False)]
+    policies = given.reduction, outermost.reduction, ReductionPolicy()
+    for field in ("average", "predivide_factor", "deterministic"):
+        options.append((f"reduction.{field}", *(getattr(policy, field) for policy in policies)))
+    for option, mine, others, default in options:
+        if mine not in (default, others):
+            raise ShardingError(
+                f"unit {name!r} was wrapped with {option}={mine!r}, and that of the outermost unit counts, which is {others!r}: "
+                "give it to the outermost one, too."
+            )
 
 
 def check_ranks(name: str, unit: Unit, comms: CommContext, config: Config) -> None:

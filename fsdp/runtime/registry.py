@@ -170,3 +170,9 @@ def refuse_unless_resting(function_name: str, engine: Engine) -> None:
     if not engine.root.at_rest:
         engine.refuse_two_threads()
         raise refusal(f"{function_name}: call it outside any forward, backward and summon_full_params.", engine)
+
+
+def refuse_traced(function_name: str, engine: Engine) -> None:
+    """Raise ShardingError inside `fsdp.trace`, which would record nothing of the engine that comes in the place of this one."""
+    if engine.phases.add_record is not None:
+        raise refusal(f"{function_name}: unit {engine.units[0].name!r} is traced; call it outside fsdp.trace.", engine)

@@ -41,3 +41,11 @@ def test_what_cannot_be_is_refused(rank: int) -> None:
     fsdp.register_comm_hook(model, None, lambda state, bucket: None)
     with pytest.raises(fsdp.ShardingError, match="a communication hook reduces the gradients, and it alone divides them"):
         set_divide_factors(model, 1, 1)
+
+
+@on_ranks(2)
+def test_a_hook_does_not_replace_a_divisor_in_silence(rank: int) -> None:
+    model = fsdp.fully_shard(nn.Linear(2, 2))
+    set_divide_factors(model, 1, 4)
+    with pytest.raises(fsdp.ShardingError, match="the hook does the sums, so a divide factor means nothing"):
+        fsdp.register_comm_hook(model, None, print)

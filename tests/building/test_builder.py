@@ -5,6 +5,8 @@ import gc
 import pickle
 import sys
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -314,3 +316,44 @@ def test_param_init_fn_may_not_replace_parameters(rank: int) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(fsdp.ShardingError, match=r"param_init_fn replaced a parameter of a Linear; .* copy into it"):
         fsdp.fully_shard(model, auto_wrap_policy={nn.Linear}, param_init_fn=_replace)
+
+
+USES: dict[str, tuple[Callable[[nn.Module], AbstractContextManager[object]], str]] = {
+    "summon": (fsdp.summon_full_params, "fully_shard: call it outside any forward, backward and summon_full_params"),
+    "join": (lambda inner: fsdp.join(inner, lambda: None), "is inside fsdp.join"),
+    "trace": (fsdp.trace, "unit 'Linear' is traced; call it outside fsdp.trace"),
+    "no_sync": (fsdp.no_sync, "does not reduce its gradients"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@on_ranks(2)
+def test_a_root_around_a_unit_in_use_is_refused_and_nothing_changes(rank: int, use: str) -> None:
+    context, text = USES[use]
+    inner = fsdp.fully_shard(nn.Linear(3, 3))
+    model = nn.Sequential(inner, nn.Linear(3, 3))
+    with context(inner):
+        if use == "summon":
+            nn.init.constant_(inner.weight, 7.0)
+        with pytest.raises(fsdp.ShardingError, match=text):
+            fsdp.fully_shard(model)
+    assert use != "summon" or bool((fsdp.full_tensor(inner.weight) == 7.0).all())
+    fsdp.fully_shard(model)
+
+
+OF_THE_OUTERMOST: dict[str, dict[str, Any]] = {
+    "broadcast_buffers=True": {"broadcast_buffers": True},
+    "reduction.average=False": {"reduction": fsdp.ReductionPolicy(average=False)},
+    "reduction.predivide_factor=2.0": {"reduction": fsdp.ReductionPolicy(predivide_factor=2.0)},
+    "reduction.deterministic=True": {"reduction": fsdp.ReductionPolicy(deterministic=True)},
+}
+
+
+@pytest.mark.parametrize("option", OF_THE_OUTERMOST)
+@on_ranks(2)
+def test_an_option_of_an_inner_unit_that_the_outermost_one_decides_is_not_lost(rank: int, option: str) -> None:
+    given = OF_THE_OUTERMOST[option]
+    model = nn.Sequential(fsdp.fully_shard(nn.BatchNorm1d(3), **given), nn.Linear(3, 3))
+    with pytest.raises(fsdp.ShardingError, match=f"unit '0' was wrapped with {option}, and that of the outermost unit counts"):
+        fsdp.fully_shard(model)
+    fsdp.fully_shard(model, **given)

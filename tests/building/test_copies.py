@@ -197,6 +197,9 @@ def test_a_copy_that_would_lose_something_is_refused_and_nothing_changes(rank: i
         loss_of(model(torch.ones(2, 6))).backward()
     refused(model, "keeps gradients under no_sync")
     loss_of(model(torch.ones(2, 6))).backward()
+    fsdp.set_requires_gradient_sync(model, False)
+    refused(model, "does not reduce its gradients")
+    fsdp.set_requires_gradient_sync(model, True)
     with fsdp.join(model, lambda: None):
         refused(model, "is inside fsdp.join")
     copied = copy.deepcopy(model)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from fsdp.api.reductions import check_factor, divide_by
 from fsdp.api.wrap import fully_shard
 from fsdp.autograd.pytree import modules_within
 from fsdp.building.conversions import Conversion
@@ -124,13 +125,15 @@ def shard(instance: Any) -> None:
         ),
         reduction=ReductionPolicy(
             bucket_cap_mb=instance.bucket_cap_mb if instance.bucket_cap_mb > 0 else None,
-            predivide_factor=instance._predivide_factor_given,
             # each ends a flat buffer, so that each parameter is cut by itself
             triggers=alone,
         ),
     )
     refuse_other_engines(instance, type(instance.module.module).__name__)
     drop_state_hooks(instance._unit_ref.engine)
+    if instance._predivide_factor_given is not None:
+        factors = instance.gradient_predivide_factor, instance.gradient_postdivide_factor
+        divide_by("gradient_predivide_factor", instance._unit_ref.engine, [instance._unit_ref.unit], *factors)
 
 
 def cast_buffers(instance: Any, dtype: torch.dtype | None = None) -> None:
@@ -162,6 +165,7 @@ def reduce_group(given: Any, group: Any) -> Any:
 def predivide_factor(world_size: int, given: float | None) -> float:
     """The factor by which gradients are divided before the sum: given, or about the square root of the number of ranks."""
     if given is not None:
+        check_factor("gradient_predivide_factor", given)
         return given
     factor = 1
     while world_size % factor == 0 and world_size / factor > factor:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from fsdp.api.clip_and_scale import as_number, gradients_of, local_norm, norm_over, power_of, refuse_unless_reduced
 from fsdp.api.reductions import register_comm_hook
 from fsdp.compat.fsdp1.sharding import instances_in
-from fsdp.compat.fsdp1.torch_names import HYBRID, ShardingStrategy
+from fsdp.compat.fsdp1.torch_names import HYBRID
+from fsdp.params.shown_params import owning_unit
 from fsdp.runtime.registry import collective_call, engines_in
 
 
@@ -75,14 +76,14 @@ def set_hook(instance: Any, state: object, hook: Callable[..., object]) -> None:
             raise AssertionError("A communication hook is already registered")
         if not callable(hook):
             raise ValueError(f"register_comm_hook takes a function, not {hook!r}.")
-    is_replicated, num_shards = instance.sharding_strategy is ShardingStrategy.NO_SHARD, instance.world_size
 
     def reduce_bucket(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
         result = gradient = bucket.buffer()
-        if is_replicated:
+        unit: Any = owning_unit(bucket.parameters()[0])
+        if unit.comm.size == 1:  # NO_SHARD
             hook(state, gradient)
         else:
-            result = gradient.new_empty(gradient.numel() // num_shards)
+            result = gradient.new_empty(gradient.numel() // unit.comm.size)
             hook(state, gradient, result)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(result)

@@ -36,7 +36,9 @@ class Settings:
     all_reduces: bool = True
     """Whether gradients are summed over replicas."""
     policy: ReshardPolicy | None = None
-    """When unsharded parameters are freed, as `set_reshard_after_forward` has said last."""
+    """When unsharded parameters are freed, as `set_reshard_after_forward` has said last. None: as the arguments say."""
+    reshards_after_backward: bool = True
+    """Whether unsharded parameters are freed after a backward."""
 
 
 def settings_of(module: nn.Module) -> Settings:
@@ -89,15 +91,20 @@ class FSDPModule:
             raise ValueError(f"reshard_after_forward must be True or False, not {reshard_after_forward!r}.")
         policy = ReshardPolicy.AFTER_FORWARD if reshard_after_forward else ReshardPolicy.AFTER_BACKWARD
         for ref in _refs(self, recurse):
-            residence.set_policy(ref, policy, "set_reshard_after_forward")
-            settings_of(ref.unit.module).policy = policy
+            settings = settings_of(ref.unit.module)
+            residence.set_policy(
+                ref, policy if settings.reshards_after_backward else ReshardPolicy.NEVER, "set_reshard_after_forward"
+            )
+            settings.policy = policy
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """From now on, free the unsharded parameters after the backward, or keep them until the weights change."""
         for ref in _refs(self, recurse):
-            otherwise = settings_of(ref.unit.module).policy or residence.policy_of(ref)
-            policy = otherwise if reshard_after_backward else ReshardPolicy.NEVER
-            residence.set_policy(ref, policy, "set_reshard_after_backward")
+            settings = settings_of(ref.unit.module)
+            residence.set_policy(
+                ref, settings.policy if reshard_after_backward else ReshardPolicy.NEVER, "set_reshard_after_backward"
+            )
+            settings.reshards_after_backward = bool(reshard_after_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
         """From now on, gather the units of `modules` whenever this one is gathered in a forward."""

@@ -64,20 +64,19 @@ def _rests(ref: UnitRef) -> bool:
     return ref.engine.root.lifecycles[ref.index].state is State.IDLE
 
 
-def policy_of(ref: UnitRef) -> ReshardPolicy:
-    """When the unsharded parameters of a unit are freed now."""
-    return ref.engine.root.lifecycles[ref.index].reshard_policy
+def set_policy(ref: UnitRef, policy: ReshardPolicy | None, method: str) -> None:
+    """From now on, free the unsharded parameters of a unit when a policy says; None: when its options say.
 
-
-def set_policy(ref: UnitRef, policy: ReshardPolicy, method: str) -> None:
-    """From now on, free the unsharded parameters of a unit when a policy says. Errors begin with `method`.
+    Errors begin with `method`.
 
     Raises:
         ShardingError: a forward or a backward is running.
     """
-    if policy_of(ref) is not policy:
+    config = ref.unit.config
+    wanted = policy or (config.reshard_policy if ref.index else config.root_reshard_policy)
+    if ref.engine.root.lifecycles[ref.index].reshard_policy is not wanted:
         refuse_unless_resting(method, ref.engine)
-        ref.engine.root.set_reshard_policy(ref.index, policy)
+        ref.engine.root.set_reshard_policy(ref.index, wanted)
     ref.unit.set(reshard_policy=policy)
 
 

@@ -22,7 +22,7 @@ from fsdp.params.module_tree import ModuleTree
 from fsdp.params.placement import place_again
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.registry import refuse_unless_resting, unit_ref_of
+from fsdp.runtime.registry import refuse_traced, refuse_unless_resting, unit_ref_of
 from fsdp.shards.shard_tensor import plain
 
 
@@ -139,6 +139,7 @@ def _remade(engine: Engine, parts: Mapping[int, list[Part]], configs: Mapping[in
 def _refuse(engine: Engine, units: Collection[int], function_name: str, fn: Conversion = _unchanged) -> None:
     engine.clean_up_dead_forward()
     refuse_unless_resting(function_name, engine)
+    refuse_traced(function_name, engine)
     refuse_losses(engine, function_name)
     ModuleTree.of(engine.units[0].module).check(engine.units)
     for index in units:
@@ -182,5 +183,6 @@ def _converted_grad(grad: Tensor | None, fn: Conversion) -> Tensor | None:
 def _take_over(new: Engine, old: Engine) -> None:
     """Give an engine what was set on the one before it."""
     new.synchronises = old.synchronises
+    new.path.forward.given, new.path.backward.given = old.path.forward.given, old.path.backward.given
     if (hook := old.reducer.hook) is not None:
         new.reducer.set_hook(hook)

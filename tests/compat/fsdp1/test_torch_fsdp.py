@@ -260,6 +260,21 @@ def test_a_communication_hook_gets_the_gradient_and_the_place_of_its_part(rank: 
 
 
 @on_ranks(2)
+def test_a_communication_hook_gets_what_the_strategy_of_each_instance_needs(rank: int) -> None:
+    def hook(seen: list[tuple[int, ...]], *tensors: Tensor) -> None:
+        seen.append(tuple(one.numel() for one in tensors))
+
+    for replicated in (0, 1):
+        strategies = {replicated: ShardingStrategy.NO_SHARD}
+        inner = FSDP(nn.Linear(3, 3), sharding_strategy=strategies.get(0))
+        model = FSDP(nn.Sequential(inner, nn.Linear(3, 4)), sharding_strategy=strategies.get(1))
+        seen: list[tuple[int, ...]] = []
+        model.register_comm_hook(seen, hook)
+        model(batch(0, rank)).sum().backward()
+        assert [len(one) for one in seen] == [2, 1] if replicated == 0 else [1, 2]
+
+
+@on_ranks(2)
 def test_a_number_is_the_host_and_offload_changes_nothing_where_there_is_no_accelerator(rank: int) -> None:
     model = wrapped(device_id=0, cpu_offload=CPUOffload(offload_params=True))
     assert model.compute_device == torch.device("cpu")

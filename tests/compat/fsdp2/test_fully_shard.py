@@ -255,6 +255,44 @@ def test_a_setting_stays_when_a_root_is_wrapped_around_the_module(rank: int) -> 
     assert ref is not None and ref.engine.gathered_units() == [0, 1], "the root's parameters and its own"
 
 
+@on_ranks(2)
+def test_when_parameters_are_freed_after_the_backward_is_a_setting_of_its_own(rank: int) -> None:
+    model: Any = nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4))
+    model[0].set_reshard_after_backward(False)
+    fully_shard(model)
+
+    def gathered() -> tuple[list[int], list[int]]:
+        ref = unit_ref_of(model)
+        loss = model(torch.ones(1, 4)).sum()
+        after_forward = ref.engine.gathered_units()
+        loss.backward()
+        return after_forward, ref.engine.gathered_units()
+
+    assert gathered() == ([0, 1], [1])
+    model[0].set_reshard_after_forward(False)
+    assert gathered() == ([0, 1], [1]), "kept after the backward all the same"
+    model[0].set_reshard_after_forward(True)
+    model[0].set_reshard_after_backward(True)
+    assert gathered() == ([0], [])
+    model.set_reshard_after_backward(False)
+    assert gathered() == ([0, 1], [0, 1])
+    model.set_reshard_after_backward(True)
+    assert gathered() == ([0], []), "as before the first call"
+
+
+@on_ranks(2)
+def test_prefetch_lists_are_not_lost(rank: int) -> None:
+    inner: Any = nn.Sequential(fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4)))
+    fully_shard(inner)
+    inner.set_modules_to_forward_prefetch([inner[1]])
+    with pytest.raises(fsdp.ShardingError, match="unit '0' is in a root with prefetch lists, which would be lost"):
+        fully_shard(nn.Sequential(inner, nn.Linear(4, 4)))
+    inner.double()
+    assert unit_ref_of(inner).engine.path.forward.given == {0: (2,)}
+    inner.set_modules_to_forward_prefetch([])
+    fully_shard(nn.Sequential(inner, nn.Linear(4, 4)))
+
+
 def test_a_method_that_is_registered_runs_as_a_forward() -> None:
     def program(rank: int) -> Tensor:
         model = sharded()

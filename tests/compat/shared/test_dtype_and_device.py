@@ -127,3 +127,11 @@ def test_it_is_refused_where_something_would_be_lost(rank: int) -> None:
     converted(model)
     with pytest.raises(fsdp.ShardingError, match="were changed in place between its forward and its backward"):
         loss.backward()
+
+
+@on_ranks(2)
+def test_a_trace_does_not_end_in_silence(rank: int) -> None:
+    model = fsdp.fully_shard(make_net())
+    with fsdp.trace(model), pytest.raises(fsdp.ShardingError, match="to: unit 'Sequential' is traced"):
+        converted(model)
+    converted(model)
