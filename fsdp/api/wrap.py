@@ -356,11 +356,8 @@ def _check_plan(plan: Sequence[Planned], comms: CommContext, config: Config, mod
                 f"unit {one.name!r} has a communication hook, which would be lost; register it on the outermost module, after "
                 "wrapping."
             )
-        if inner.engine.path.forward.given or inner.engine.path.backward.given:
-            raise ShardingError(
-                f"unit {one.name!r} is in a root with prefetch lists, which would be lost; set them after wrapping the outermost "
-                "module."
-            )
+        if config.uneven_paths and any(inner.unit.settings.ahead):
+            raise ShardingError(f"unit {one.name!r} has a prefetch list, and with uneven_paths all ranks gather in one order.")
         inner.unit.refuse_put_away()
         check_ranks(one.name, inner.unit, comms, config)
         check_numbers(one.name, inner.unit.config, config)

@@ -82,6 +82,10 @@ def _make_passes(engine: Engine) -> Passes:
             PrefetchSchedule(config.prefetch, f"{kind} of {names[0]!r}", names, sizes, cap) for kind in ("forward", "backward")
         )
         path = PathPolicy(forward, backward, engine.reducer.reduce)
+        numbers = {id(module): number for number, unit in enumerate(units) for module in unit.modules}
+        for number, unit in enumerate(units):
+            for schedule, ahead in zip((forward, backward), unit.settings.ahead, strict=True):
+                schedule.give(number, [numbers[id(module)] for module in ahead if id(module) in numbers])
     return Passes(engine, path, Gathers(units, engine.streams, cap, engine.stats.add_gathers))
 
 

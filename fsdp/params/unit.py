@@ -76,6 +76,8 @@ class UnitSettings(NamedTuple):
     """Called with each chunk (C,) of reduced gradients, which it may change in place."""
     reshard_policy: ReshardPolicy | None = None
     """When unsharded parameters are freed. None: as the options of `fully_shard` say."""
+    ahead: tuple[Sequence[nn.Module], Sequence[nn.Module]] = ((), ())
+    """The units that are gathered with it in forwards, and in backwards, nearest first. Empty: what came next before."""
 
 
 class Unit:

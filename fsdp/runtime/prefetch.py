@@ -46,7 +46,7 @@ class PrefetchSchedule:
     Small units that follow each other form a group, which is gathered as if it were one unit.
     """
 
-    __slots__ = ("_cap", "_current", "_followed", "_groups", "_name", "_record", "_sizes", "_units", "depth", "given")
+    __slots__ = ("_cap", "_current", "_followed", "_given", "_groups", "_name", "_record", "_sizes", "_units", "depth")
 
     def __init__(
         self, depth: int, name: str = "pass", units: Sequence[str] = (), sizes: Sequence[int] = (), cap: int = 0
@@ -62,14 +62,14 @@ class PrefetchSchedule:
         """The groups of the record, each at the place of its first unit. An empty one stands at the places of the others."""
         self._current: list[int] = []
         self._followed = True
-        self.given: dict[int, tuple[int, ...]] = {}
+        self._given: dict[int, tuple[int, ...]] = {}
         """For units whose successors the user has given: these, nearest first."""
 
     def give(self, unit: int, ahead: Sequence[int]) -> None:
         """From now on, gather the units `ahead` whenever `unit` had to be gathered; if there are none, what the record says."""
-        self.given.pop(unit, None)
+        self._given.pop(unit, None)
         if ahead:
-            self.given[unit] = tuple(ahead)
+            self._given[unit] = tuple(ahead)
 
     def begin(self) -> Sequence[int]:
         """Start a pass. The pass before becomes the record, unless units share gathers. Return the units needed first."""
@@ -100,8 +100,8 @@ class PrefetchSchedule:
         position = len(self._current)
         self._current.append(unit)
         self._followed = self._followed and position < len(self._record) and self._record[position] == unit
-        if unit in self.given:
-            return self.given[unit]
+        if unit in self._given:
+            return self._given[unit]
         if not self._followed or not self._groups[position]:
             return ()
         return self._ahead(position + len(self._groups[position]))

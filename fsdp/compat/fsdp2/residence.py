@@ -7,7 +7,6 @@ from torch import nn
 
 from fsdp.errors import ShardingError
 from fsdp.params.gathered_copies import backward_without_a_loss
-from fsdp.runtime.prefetch import PrefetchSchedule
 from fsdp.runtime.registry import UnitRef, refuse_unless_resting, unit_ref_of
 from state_machine import Event, Request, ReshardPolicy, State
 
@@ -80,8 +79,8 @@ def set_policy(ref: UnitRef, policy: ReshardPolicy | None, method: str) -> None:
     ref.unit.set(reshard_policy=policy)
 
 
-def prefetch(schedule: PrefetchSchedule, ref: UnitRef, ahead: Sequence[nn.Module]) -> None:
-    """From now on, gather the units `ahead` whenever the unit is gathered in passes of this schedule.
+def prefetch(kind: int, ref: UnitRef, ahead: Sequence[nn.Module]) -> None:
+    """From now on, gather the units `ahead` whenever the unit is gathered in forwards (0), or in backwards (1).
 
     Raises:
         ShardingError: one of them is no unit of the same root.
@@ -90,4 +89,7 @@ def prefetch(schedule: PrefetchSchedule, ref: UnitRef, ahead: Sequence[nn.Module
     for module, other in zip(ahead, found, strict=True):
         if other is None or other.engine is not ref.engine:
             raise ShardingError(f"prefetch: {type(module).__name__} is no unit of the same root; wrap the root first.")
-    schedule.give(ref.index, [other.index for other in found if other is not None])
+    schedules, lists = (ref.engine.path.forward, ref.engine.path.backward), list(ref.unit.settings.ahead)
+    schedules[kind].give(ref.index, [other.index for other in found if other is not None])
+    lists[kind] = tuple(ahead)
+    ref.unit.set(ahead=tuple(lists))

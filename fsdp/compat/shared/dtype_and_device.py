@@ -183,6 +183,5 @@ def _converted_grad(grad: Tensor | None, fn: Conversion) -> Tensor | None:
 def _take_over(new: Engine, old: Engine) -> None:
     """Give an engine what was set on the one before it."""
     new.synchronises = old.synchronises
-    new.path.forward.given, new.path.backward.given = old.path.forward.given, old.path.backward.given
     if (hook := old.reducer.hook) is not None:
         new.reducer.set_hook(hook)

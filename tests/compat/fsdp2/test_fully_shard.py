@@ -14,6 +14,7 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp
+from fsdp.comm.simulated import current_rank
 from fsdp.compat import fully_shard as api
 from fsdp.compat.fully_shard import FSDPModule, fully_shard
 from fsdp.runtime.registry import unit_ref_of
@@ -282,15 +283,24 @@ def test_when_parameters_are_freed_after_the_backward_is_a_setting_of_its_own(ra
 
 @on_ranks(2)
 def test_prefetch_lists_are_not_lost(rank: int) -> None:
-    inner: Any = nn.Sequential(fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4)))
+    inner: Any = nn.Sequential(*(fully_shard(nn.Linear(4, 4)) for _ in range(3)))
     fully_shard(inner)
-    inner.set_modules_to_forward_prefetch([inner[1]])
-    with pytest.raises(fsdp.ShardingError, match="unit '0' is in a root with prefetch lists, which would be lost"):
-        fully_shard(nn.Sequential(inner, nn.Linear(4, 4)))
+    inner[0].set_modules_to_forward_prefetch([inner[2]])
     inner.double()
-    assert unit_ref_of(inner).engine.path.forward.given == {0: (2,)}
-    inner.set_modules_to_forward_prefetch([])
-    fully_shard(nn.Sequential(inner, nn.Linear(4, 4)))
+    outer: Any = nn.Sequential(inner)
+    with pytest.raises(fsdp.ShardingError, match=r"unit '0\.0' has a prefetch list, and with uneven_paths all ranks gather in"):
+        fsdp.fully_shard(outer, uneven_paths=True)
+    fully_shard(outer)
+
+    def gathered() -> list[str]:
+        here: Any = current_rank()
+        before = len(here.log)
+        outer(torch.ones(2, 4, dtype=torch.float64))
+        return [call.label for call in here.log[before:] if call.kind == "all_gather"]
+
+    assert gathered() == ["0.0", "0.2", "0.1"]
+    inner[0].set_modules_to_forward_prefetch([])
+    assert gathered() == ["0.0", "0.1", "0.2"]
 
 
 def test_a_method_that_is_registered_runs_as_a_forward() -> None:
