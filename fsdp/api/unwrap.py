@@ -8,7 +8,7 @@ from fsdp.api.forward_methods import unregister_forward_methods
 from fsdp.api.wrap import FullyShardedDataParallel
 from fsdp.autograd.pytree import MANAGED
 from fsdp.building.attach import detach, forget
-from fsdp.building.dissolve import agree_on_gradients, dissolve, refuse_losses
+from fsdp.building.dissolve import dissolve, refuse_losses
 from fsdp.comm.agreement import agree_on_refusals
 from fsdp.errors import ShardingError
 from fsdp.params.module_tree import IGNORED
@@ -16,6 +16,7 @@ from fsdp.params.shown_params import show_plainly
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import KEEPS_ENGINE, collective_call, units_in
 from fsdp.state_dict.model_view import ModelView
+from fsdp.state_dict.param_shard import agree_on_gradients
 
 
 @collective_call

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fsdp.autograd.pytree import MANAGED
 from fsdp.building.attach import attach, detach
 from fsdp.building.choose_units import Planned, buffers_of
-from fsdp.building.dissolve import HasGrad, agree_on_gradients, dissolve
+from fsdp.building.dissolve import dissolve
 from fsdp.building.shardable import device_of
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.context import CommContext
@@ -32,6 +32,7 @@ from fsdp.params.unit import Unit, UnitSettings
 from fsdp.runtime.registry import unit_ref_of
 from fsdp.shards.dtensors import Mesh, here_of
 from fsdp.shards.optimizer_state import Successor, hand_over, living_optimizers
+from fsdp.state_dict.param_shard import HasGrad, agree_on_gradients
 
 Initialise = Callable[[nn.Module], object]
 

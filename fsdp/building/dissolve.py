@@ -1,11 +1,8 @@
 """From units back to ordinary parameters: gathered one at a time, in the user's own Parameter objects."""
 
-from collections.abc import Iterable, Mapping
-
 import torch
 from torch import Tensor, nn
 
-from fsdp.comm.communicator import Communicator
 from fsdp.comm.joint_gather import gather_parts
 from fsdp.errors import ShardingError
 from fsdp.params.param_info import ParamInfo
@@ -14,10 +11,7 @@ from fsdp.runtime.engine import Engine
 from fsdp.shards.dtensors import is_replaced
 from fsdp.shards.optimizer_state import cuts
 from fsdp.shards.shard_tensor import plain
-from fsdp.state_dict.param_shard import ParamShard, param_shards_of
-
-HasGrad = Mapping[int, bool]
-"""Whether a parameter has a gradient, by the id of the user's Parameter object."""
+from fsdp.state_dict.param_shard import HasGrad, ParamShard, param_shards_of
 
 
 def refuse_losses(engine: Engine, function_name: str) -> None:
@@ -29,25 +23,6 @@ def refuse_losses(engine: Engine, function_name: str) -> None:
         )
     if engine.watcher.is_join:
         raise ShardingError(f"{function_name}: unit {name!r} is inside fsdp.join; call it after that.")
-
-
-def agree_on_gradients(units: Iterable[Unit], world_comm: Communicator, function_name: str) -> HasGrad:
-    """Which parameters of `units` have a gradient on any rank. Communicates.
-
-    Raises:
-        ShardingError: on every rank; a parameter has a gradient on some of the ranks that hold elements of it.
-    """
-    param_shards = [param_shard for unit in units for param_shard in param_shards_of(unit)]
-    # a rank without elements of a parameter that has some says nothing
-    mine = [one.parameter.grad is not None if one.placement.part.numel or 0 in one.shape else None for one in param_shards]
-    said = [set(flags) - {None} for flags in zip(*world_comm.gather_objects(mine, function_name), strict=True)]
-    for param_shard, flags in zip(param_shards, said, strict=True):
-        if len(flags) > 1:
-            raise ShardingError(
-                f"{function_name}: parameter {param_shard.placement.name!r} has a gradient on some ranks only; "
-                "set it to None on all ranks, or on none."
-            )
-    return {id(one.parameter): True in flags for one, flags in zip(param_shards, said, strict=True)}
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from fsdp.checkpoint.manifest import NAME, Manifest, read_manifest
 from fsdp.checkpoint.plain_values import pack, storable
 from fsdp.checkpoint.progress_bar import Progress, ProgressOption
 from fsdp.checkpoint.rng import random_states
-from fsdp.comm.agreement import agree_and_gather, agree_and_share, agree_on_refusals
+from fsdp.comm.agreement import agree_and_share, agree_on_refusals
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.open_communicators import background_comm
 from fsdp.errors import ShardingError, name_ranks
@@ -99,7 +99,7 @@ def save(
         if keep_last is not None and (isinstance(keep_last, bool) or not hasattr(keep_last, "__index__") or keep_last < 1):
             raise ShardingError(f"save: keep_last is {keep_last!r}; give the number of checkpoints to keep, at least 1.")
         model_view.refuse_sparse()
-        saved_grads.refuse_kept_gradients(model_view)
+        saved_grads.refuse_each_ranks_own(model_view, accumulated)
         try:
             extras = dict(extra or {})
         except (TypeError, ValueError):
@@ -122,8 +122,7 @@ def save(
     state: dict[str, Any] = {"model": model_view.state_dict()}
     state.update({part: {str(world_comm.rank): data} for part, data in packed.items()})
     if accumulated:
-        names = agree_and_gather(world_comm, "save", lambda: saved_grads.gradients_here(model_view))
-        state[saved_grads.PART] = saved_grads.gradient_state(model_view, names)
+        state[saved_grads.PART] = saved_grads.gradient_state(model_view)
     if optimizer is not None:
         state["optimizer"] = _optimizer_state(OptimizerView(model_view, optimizer))
     if ema is not None:

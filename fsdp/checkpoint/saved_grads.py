@@ -15,13 +15,13 @@ from fsdp.reduction.sparse import as_rows, dense
 from fsdp.runtime.registry import refusal
 from fsdp.shards.shard_tensor import plain
 from fsdp.state_dict.model_view import ModelView
-from fsdp.state_dict.param_shard import ParamShard
+from fsdp.state_dict.param_shard import ParamShard, agree_on_gradients
 
 PART = "gradients"
 
 
-def refuse_kept_gradients(model_view: ModelView) -> None:
-    """Raise ShardingError if gradients wait for a backward that synchronises."""
+def refuse_each_ranks_own(model_view: ModelView, accumulated: bool) -> None:
+    """Raise ShardingError if gradients wait for a backward that synchronises; or, with `accumulated`, one is not sharded."""
     for engine in model_view.engines:
         if engine.reducer.keeps_gradients:
             raise refusal(
@@ -29,40 +29,19 @@ def refuse_kept_gradients(model_view: ModelView) -> None:
                 "after a backward that synchronises, or zero them first.",
                 engine,
             )
-
-
-def gradients_here(model_view: ModelView) -> dict[str, bool]:
-    """Whether there is a gradient, by the name of each sharded parameter that has one or has elements on this rank.
-
-    Refused if a parameter that is not sharded has a gradient, which differs between ranks.
-    """
-    found = {}
-    for name, parameter in model_view.parameters:
-        param_shard = model_view.param_shards.get(id(parameter))
-        if param_shard is None and parameter.grad is not None:
+    for name, parameter in model_view.parameters if accumulated else ():
+        if parameter.grad is not None and id(parameter) not in model_view.param_shards:
             raise ShardingError(f"save: the gradient of {name!r}, which is not sharded, is each rank's own; zero it first.")
-        if param_shard is not None and (parameter.grad is not None or param_shard.placement.part.numel):
-            found[name] = parameter.grad is not None
-    return found
 
 
-def gradient_state(model_view: ModelView, by_rank: list[dict[str, bool]]) -> dict[str, Tensor]:
-    """This rank's shards of all gradients by name, given what `gradients_here` returns on each rank.
-
-    Raises:
-        ShardingError: on every rank; of the ranks that hold elements of a parameter, some have a gradient and others have none.
-    """
+def gradient_state(model_view: ModelView) -> dict[str, Tensor]:
+    """This rank's shards of all gradients by name. Communicates. Refuses what `agree_on_gradients` refuses."""
+    has_grad = agree_on_gradients(model_view.units, model_view.world_comm, "save")
     state: dict[str, Tensor] = {}
     for name, parameter in model_view.parameters:
-        there = [rank for rank, found in enumerate(by_rank) if found.get(name)]
-        if not there:
-            continue
-        param_shard = model_view.param_shards[id(parameter)]
-        absent = [rank for rank, found in enumerate(by_rank) if found.get(name) is False]
-        if absent:
-            raise ShardingError(f"save: ranks {absent} have no gradient of {name!r}, ranks {there} have; zero it on every rank.")
-        local = parameter if parameter.grad is None else parameter.grad  # without a gradient, this rank has no elements
-        state[name] = param_shard.placement.value(name, dense(local))
+        if has_grad.get(id(parameter)):
+            local = parameter if parameter.grad is None else parameter.grad  # without a gradient, this rank has no elements
+            state[name] = model_view.param_shards[id(parameter)].placement.value(name, dense(local))
     return state
 
 

@@ -1,11 +1,13 @@
 """One parameter of a unit, and the shard of it that this rank holds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from fsdp.comm.communicator import Communicator
+from fsdp.errors import ShardingError
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.placement import Placement
 from fsdp.params.shown_params import owning_unit
@@ -13,6 +15,9 @@ from fsdp.params.unit import Unit
 from fsdp.shards.cut import Shape
 from fsdp.shards.dtensors import here_of, local_of, local_of_full
 from fsdp.shards.sharded_value import ShardedValue
+
+HasGrad = Mapping[int, bool]
+"""Whether a parameter has a gradient, by the id of the user's Parameter object."""
 
 
 class ParamShard(NamedTuple):
@@ -55,6 +60,26 @@ def param_shards_in(model: nn.Module) -> dict[int, ParamShard]:
     """The sharded parameters of `model`, by the id of the user's Parameter object."""
     units = {id(owner): owner for p in model.parameters() if isinstance(owner := owning_unit(p), Unit)}
     return {id(param_shard.parameter): param_shard for unit in units.values() for param_shard in param_shards_of(unit)}
+
+
+def agree_on_gradients(units: Iterable[Unit], world_comm: Communicator, function_name: str) -> HasGrad:
+    """Which parameters of `units` have a gradient on any rank. Communicates.
+
+    Raises:
+        ShardingError: on every rank; a parameter has a gradient on some of the ranks that hold elements of it.
+    """
+    param_shards = [param_shard for unit in units for param_shard in param_shards_of(unit)]
+    # a rank without elements of a parameter that has some says nothing
+    mine = [one.parameter.grad is not None if one.placement.part.numel or 0 in one.shape else None for one in param_shards]
+    said = [*zip(*world_comm.gather_objects(mine, function_name), strict=True)]
+    for param_shard, flags in zip(param_shards, said, strict=True):
+        there, absent = ([rank for rank, flag in enumerate(flags) if flag is wanted] for wanted in (True, False))
+        if there and absent:
+            raise ShardingError(
+                f"{function_name}: parameter {param_shard.placement.name!r} has a gradient on some ranks only (on {there}, not "
+                f"on {absent}); set it to None on all ranks, or on none."
+            )
+    return {id(one.parameter): True in flags for one, flags in zip(param_shards, said, strict=True)}
 
 
 def is_sharded(value: object) -> bool:
