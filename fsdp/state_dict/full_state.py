@@ -17,8 +17,8 @@ from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call
 from fsdp.state_dict.fqns import IncompatibleKeys, check_names, check_values, extra_states, given_by, with_counts
 from fsdp.state_dict.model_view import ModelView
-from fsdp.state_dict.param_ranges import RANGE_BYTES, ParamRange, gather_range, gather_ranges, ranges_of
-from fsdp.state_dict.param_shard import ParamShard, full_value, load_value
+from fsdp.state_dict.param_ranges import RANGE_BYTES, gather_range, gather_ranges, ranges_of
+from fsdp.state_dict.param_shard import full_value, load_value
 
 
 @torch.no_grad()
@@ -125,7 +125,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, object] | No
 
     With `strict=False`, names that only one of the model and the state dict has are left out and returned, as `missing_keys` and
     `unexpected_keys`. Hooks of modules on loads are not called. Communicates: every rank must call it alike. If a rank gives
-    nothing, rank 0 broadcasts one range of 32 MiB, or one parameter, at a time, so that no other rank holds more.
+    nothing, rank 0 broadcasts one tensor at a time, so that no other rank holds more.
 
     Raises:
         ShardingError: on every rank, if on any of them a value has another shape, or a dtype whose conversion would lose
@@ -155,55 +155,24 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, object] | No
                 f"lacks {other.missing_keys or 'nothing'}; give the same on every rank, or rank 0's alone."
             )
     everywhere, missing = None not in by_rank, set(keys.missing_keys)
-    loaded = [(name, value) for name, value in model_view.entries if name not in missing]
-    given = {id(value): mine[name] for name, value in loaded if mine}
-    wanted = {id(value) for _, value in loaded}
-    if everywhere:
-        for key, param_shard in param_shards.items():
-            if key in wanted:
-                param_shard.overwrite(
-                    param_shard.placement.part_of_given("load_full_state_dict", "", given[key], param_shard.parameter)
-                )
-    else:
-        for unit in model_view.units:
-            for param_range in ranges_of(unit):
-                shards = [one for one in param_range.param_shards if id(one.parameter) in wanted]
-                if shards:
-                    _broadcast_range(param_range, shards, given, comm, unit.name)
-    for name, value in loaded:
-        if id(value) not in param_shards:
-            full = given.get(id(value), value)  # of a rank that gives nothing, what it overwrites
-            if not everywhere:
-                carrier = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-                if comm.rank == 0:
-                    carrier.copy_(full)
-                broadcast_all([(0, carrier)], comm, name)
-                full = carrier
+    # a tied tensor once
+    for name, value in {id(value): (name, value) for name, value in model_view.entries if name not in missing}.values():
+        full: Any = mine.get(name)
+        param_shard = param_shards.get(id(value))
+        if not everywhere:
+            shape, device = (value.shape, value.device) if param_shard is None else (param_shard.shape, param_shard.flat.device)
+            carrier = torch.empty(shape, dtype=value.dtype, device=device)
+            if comm.rank == 0:
+                carrier.copy_(full)
+            broadcast_all([(0, carrier)], comm, name)
+            full = carrier
+        if param_shard is None:
             load_value(value, full)
+        else:
+            placement, parameter = param_shard.placement, param_shard.parameter
+            param_shard.overwrite(placement.part_of_given("load_full_state_dict", name, full, parameter))
     for name, module in extra_states(model).items():
         if name not in missing:
             extra = mine.get(name)
             module.set_extra_state(extra if everywhere else comm.gather_objects(extra, "load_full_state_dict")[0])
     return keys
-
-
-def _broadcast_range(
-    param_range: ParamRange, shards: list[ParamShard], given: Mapping[int, Tensor], comm: Communicator, label: str
-) -> None:
-    """Copy rank 0's values of a range into `shards`, which are some of its parameters, on all ranks."""
-    for param_shard in [one for one in shards if one.placement.is_tensor_parallel]:  # a range has this rank's part of them alone
-        full = torch.empty(param_shard.shape, dtype=param_range.flat.shard.dtype, device=param_range.flat.device)
-        if comm.rank == 0:
-            full.copy_(given[id(param_shard.parameter)])
-        broadcast_all([(0, full)], comm, label)
-        param_shard.overwrite(param_shard.cut(full))
-    shards = [one for one in shards if not one.placement.is_tensor_parallel]
-    if not shards:
-        return
-    buffer = param_range.empty()
-    if comm.rank == 0:
-        for param_shard in shards:
-            param_range.full_param(buffer, param_shard).copy_(given[id(param_shard.parameter)])
-    broadcast_all([(0, buffer)], comm, label)
-    for param_shard in shards:
-        param_shard.overwrite(param_shard.cut(param_range.full_param(buffer, param_shard)))
