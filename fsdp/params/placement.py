@@ -225,7 +225,7 @@ class Placement:
         is_same = isinstance(given, ShardedValue) and (given.first, given.local.numel()) == (first, numel)
         return given.local if is_same and tuple(given.shape) == self.shape else None  # type: ignore[attr-defined]
 
-    def part_of_given(self, operation: str, name: str, given: Any, parameter: nn.Parameter) -> Tensor:
+    def part_of_given(self, operation: str, name: str, given: Any, parameter: Tensor) -> Tensor:
         """This rank's part of `given`, which is the full tensor or already this part. Errors begin with `operation`.
 
         Raises:

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import resting_units_in
-from fsdp.shards.refusals import check_fit
-from fsdp.state_dict.fqns import check_names, entries
+from fsdp.state_dict.fqns import check_names, entries, part_for
 from fsdp.state_dict.model_view import ModelView
-from fsdp.state_dict.param_shard import ParamShard, is_sharded, param_shards_in
+from fsdp.state_dict.param_shard import ParamShard, param_shards_in
 
 
 class EMA:
@@ -131,7 +130,7 @@ class EMA:
         if not isinstance(updates, int) or not isinstance(given, Mapping):
             raise ShardingError(f"{operation}: this is not what EMA.state_dict returned.")
         check_names(operation, [name for name, _, _ in places], given)
-        loaded = [(average, _fitting(operation, name, given[name], shard, average)) for name, shard, average in places]
+        loaded = [(average, part_for(operation, name, given[name], shard, average)) for name, shard, average in places]
         for average, value in loaded:
             average.copy_(value)
         self.updates = updates
@@ -177,18 +176,3 @@ class EMA:
         targets = (*self._others(), *self._model.buffers())
         for target, value in zip(targets, (*weights[count:], *buffers), strict=True):
             target.copy_(value)
-
-
-def _fitting(operation: str, name: str, given: object, param_shard: ParamShard | None, average: Tensor) -> Tensor:
-    """This rank's part of `given`, for `average`. Refused if it has another shape, a larger dtype, or is another part."""
-    shape = tuple(average.shape) if param_shard is None else param_shard.shape
-    value = check_fit(operation, name, given, shape, average.dtype, allows_dtensor=param_shard is not None)
-    if not is_sharded(value):
-        return value if param_shard is None else param_shard.cut(value)
-    local = None if param_shard is None else param_shard.placement.part_of_value(value)
-    if local is None:
-        raise ShardingError(
-            f"{operation}: {name!r} was cut in another way than this model's (other ranks, or other units): load it with torch's "
-            "dcp.load, which cuts it anew, or give the full value."
-        )
-    return local

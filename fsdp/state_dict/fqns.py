@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from fsdp.errors import ShardingError, StateMismatch
 from fsdp.shards.refusals import check_fit
 from fsdp.shards.sharded_value import ShardedValue
-from fsdp.state_dict.param_shard import param_shards_in
+from fsdp.state_dict.param_shard import ParamShard, param_shards_in
 
 TRANSPARENT = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module"})
 """Attributes in which wrappers keep a module, and which are left out of the names of its parameters."""
@@ -101,16 +101,19 @@ def check_values(operation: str, model: nn.Module, given: Mapping[str, object]) 
     param_shards = param_shards_in(model)
     for name, tensor in entries(model):
         if name in given:
-            param_shard = param_shards.get(id(tensor))
-            if param_shard is not None:
-                param_shard.placement.part_of_given(operation, name, given[name], param_shard.parameter)
-            elif isinstance(given[name], ShardedValue):
-                raise ShardingError(
-                    f"{operation}: {name!r} is a part, and the model has an ordinary tensor there, such as one of a module that "
-                    "was put in after wrapping: give the full value, as in fsdp.full_state_dict(model)."
-                )
-            else:
-                check_fit(operation, name, given[name], tuple(tensor.shape), tensor.dtype)
+            part_for(operation, name, given[name], param_shards.get(id(tensor)), tensor)
+
+
+def part_for(operation: str, name: str, given: object, param_shard: ParamShard | None, target: Tensor) -> Tensor:
+    """What of `given` belongs into `target`, a tensor like the shard or an ordinary one. Refused if it does not fit."""
+    if param_shard is not None:
+        return param_shard.placement.part_of_given(operation, name, given, target)
+    if isinstance(given, ShardedValue):
+        raise ShardingError(
+            f"{operation}: {name!r} is a part, and the model has an ordinary tensor there, such as one of a module that "
+            "was put in after wrapping: give the full value, as in fsdp.full_state_dict(model)."
+        )
+    return check_fit(operation, name, given, tuple(target.shape), target.dtype)
 
 
 def plain_fqn(path: str) -> str:
