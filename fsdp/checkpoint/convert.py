@@ -115,7 +115,7 @@ def _open(path: Path) -> dict[str, Any]:
     if (path / dcp.METADATA).exists():
         stored = dcp.StoredCheckpoint(path)
         tensors = {key: _lazy(stored, key, found) for key in stored.paths if (found := stored.tensor(key)) is not None}
-        values = stored.plan({key: None for key in stored.paths if key not in tensors}).read()
+        values = dcp.ReadPlan(stored, {key: None for key in stored.paths if key not in tensors}).read()
         return stored.nested({key: tensors[key] if key in tensors else values[key] for key in stored.paths})
     if path.is_dir() or path.suffix == ".safetensors":
         require_safetensors("convert")
@@ -150,7 +150,10 @@ def _weights_in(source: dict[str, Any], path: Path) -> dict[str, Any]:
 def _lazy(stored: "StoredCheckpoint", key: str, found: Any) -> "LazyTensor":
     from fsdp.checkpoint import dcp
 
-    return dcp.LazyTensor(tuple(found.size), found.properties.dtype, lambda: stored.plan({key: stored.empty(key)}).read()[key])
+    def read() -> Tensor:
+        return dcp.ReadPlan(stored, {key: stored.empty(key)}).read()[key]  # type: ignore[no-any-return]
+
+    return dcp.LazyTensor(tuple(found.size), found.properties.dtype, read)
 
 
 def _lazy_in(file: Path) -> Iterator[tuple[str, "LazyTensor"]]:

@@ -54,9 +54,24 @@ class StoredCheckpoint:
     """A finished checkpoint, or any folder that Distributed Checkpoint wrote, with its metadata in memory."""
 
     def __init__(self, folder: Path) -> None:
-        """See `read_metadata`."""
+        """Unpickle the metadata of a folder that Distributed Checkpoint wrote, by allow-list.
+
+        Raises:
+            ShardingError: it is missing or damaged, or would unpickle a class that is not in the allow-list.
+        """
         self.folder = folder
-        self.metadata = read_metadata(folder)
+        path = folder / METADATA
+        try:
+            with open(path, "rb") as file:
+                self.metadata: Metadata = _Unpickler(file).load()
+        except (FileNotFoundError, NotADirectoryError):
+            raise ShardingError(f"{folder} has no {METADATA}: no finished checkpoint.") from None
+        except ShardingError:
+            raise
+        except Exception as error:  # a damaged pickle may raise anything
+            raise ShardingError(f"{path} is damaged: {error!r}.") from error
+        if not isinstance(self.metadata, Metadata):
+            raise ShardingError(f"{path} is damaged: it holds a {type(self.metadata).__name__}.")
 
     def renamed(self, keys: Mapping[str, tuple[str, tuple[str | int, ...]]]) -> "StoredCheckpoint":
         """The same checkpoint with these keys alone, each under another name and path in the nested state dict."""
@@ -95,10 +110,6 @@ class StoredCheckpoint:
         known: dict[str, tuple[str | int, ...]] = self.metadata.planner_data or {}
         return {key: known.get(key, (key,)) for key in self.metadata.state_dict_metadata}
 
-    def plan(self, targets: dict[str, Any]) -> "ReadPlan":
-        """Plan to read the keys of `targets`: a tensor is filled in place, None is replaced by the value."""
-        return ReadPlan(self, targets)
-
     def nested(self, flat: dict[str, Any]) -> dict[str, Any]:
         """Nest values by key as they were nested when they were saved."""
         found: dict[str, Any] = unflatten_state_dict(flat, self.paths)
@@ -109,6 +120,7 @@ class ReadPlan:
     """The items that one rank will read."""
 
     def __init__(self, stored: StoredCheckpoint, targets: dict[str, Any]) -> None:
+        """Plan to read the keys of `targets`: a tensor is filled in place, None is replaced by the value."""
         self._stored = stored
         self._targets = targets
         self._planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -289,27 +301,6 @@ def _copy(value: Tensor | io.BytesIO) -> Tensor | io.BytesIO:
     if isinstance(value, io.BytesIO):
         return value  # a pickle, which is a copy already
     return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """Unpickle the metadata of a folder that Distributed Checkpoint wrote, by allow-list.
-
-    Raises:
-        ShardingError: it is missing or damaged, or would unpickle a class that is not in the allow-list.
-    """
-    path = folder / METADATA
-    try:
-        with open(path, "rb") as file:
-            metadata = _Unpickler(file).load()
-    except (FileNotFoundError, NotADirectoryError):
-        raise ShardingError(f"{folder} has no {METADATA}: no finished checkpoint.") from None
-    except ShardingError:
-        raise
-    except Exception as error:  # a damaged pickle may raise anything
-        raise ShardingError(f"{path} is damaged: {error!r}.") from error
-    if not isinstance(metadata, Metadata):
-        raise ShardingError(f"{path} is damaged: it holds a {type(metadata).__name__}.")
-    return metadata
 
 
 class _Unpickler(pickle.Unpickler):

@@ -110,8 +110,8 @@ def load(
         if rng and alike and manifest is not None:
             wanted.add(f"{RANDOM}.{comm.rank}")
         targets.update({key: None for key in stored.paths if key in wanted})
-        values = stored.plan({key: value for key, value in targets.items() if value is None})
-        tensors = stored.plan({key: value for key, value in targets.items() if value is not None})
+        values = dcp.ReadPlan(stored, {key: value for key, value in targets.items() if value is None})
+        tensors = dcp.ReadPlan(stored, {key: value for key, value in targets.items() if value is not None})
         meter.check()
         meter.begin((1 if manifest is None else 2) * (values.nbytes + tensors.nbytes))
         for reading in (values, tensors):
