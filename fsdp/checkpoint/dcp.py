@@ -7,7 +7,7 @@ Rule 2: everything is unpickled by allow-list: metadata by the one below, values
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from itertools import product
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.utils.serialization import config
 
 from fsdp.checkpoint.atomic_folder import not_written
 from fsdp.checkpoint.hf_safetensors import plan_files
@@ -262,8 +263,9 @@ class WritePlan:
 
         @not_written("save", self.final)
         def put() -> tuple[list[WriteResult], dict[str, Any]]:
-            # the option is global, and other threads may be saving while this one writes in the background
-            with nullcontext() if self._staged else _without_checksums_in_archives():
+            # without the checksum in each tensor's archive: torch never reads it, and the manifest has one of the same bytes.
+            # The option is global, and other threads may be saving while this one writes in the background
+            with nullcontext() if self._staged else config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
                 results = [result for plan in self._files() for result in self._writer.write_data(plan, self._planner).wait()]
             # torch wraps every tensor in an archive, so more bytes are written than tensors have
             share = self.nbytes / max(sum(result.size_in_bytes for result in results), 1)
@@ -309,17 +311,6 @@ class _Unpickler(pickle.Unpickler):
         if not dtype and (module, name) not in _ALLOWED:
             raise ShardingError(f"the metadata asks for {module}.{name}, which no metadata needs: it is damaged, or an attack.")
         return super().find_class(module, name)
-
-
-@contextmanager
-def _without_checksums_in_archives() -> Iterator[None]:
-    """Leave out the checksum in each tensor's archive: torch never reads it, and the manifest has one of the same bytes."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 def _records(folder: Path, results: list[WriteResult], on_progress: Callable[[int], None], at_once: bool) -> dict[str, Any]:
