@@ -1,16 +1,19 @@
 """The names in a plain module's state dict, and checks of a given state dict against them."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp.errors import ShardingError, StateMismatch
 from fsdp.shards.refusals import check_fit
 from fsdp.shards.sharded_value import ShardedValue
 from fsdp.state_dict.param_shard import ParamShard, param_shards_in
 
+IncompatibleKeys = _IncompatibleKeys
+"""The names that a load with `strict=False` left out, as torch's `load_state_dict` returns them."""
 TRANSPARENT = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module"})
 """Attributes in which wrappers keep a module, and which are left out of the names of its parameters."""
 EXTRA_STATE = "_extra_state"
@@ -41,15 +44,6 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
         for prefix, module in _plain_modules(model)
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
-
-
-class IncompatibleKeys(NamedTuple):
-    """The names that a load with `strict=False` left out, as torch's `load_state_dict` returns them."""
-
-    missing_keys: list[str]
-    """Names of the model that were not given. Their values stay."""
-    unexpected_keys: list[str]
-    """Given names that the model does not have."""
 
 
 def check_names(operation: str, wanted: list[str], given: Mapping[str, object], strict: bool = True) -> IncompatibleKeys:
