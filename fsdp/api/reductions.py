@@ -1,15 +1,13 @@
-"""What a user says about reductions: a communication hook, divide factors, the order learned again; and their statistics."""
+"""What a user says about reductions: a communication hook, the order learned again; and their statistics."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch.futures import Future
 
 from fsdp.errors import ShardingError
-from fsdp.params.unit import Unit
 from fsdp.reduction.comm_hook import CommHook
 from fsdp.reduction.stats import BucketStats
-from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_in, refusal, refuse_unless_resting
 
 
@@ -73,32 +71,3 @@ def relearn_order(model: nn.Module) -> None:
     """
     for engine in engines_in(model, "relearn_order"):
         engine.reducer.order.relearn()
-
-
-def set_divide_factors(model: nn.Module, before: float, after: float) -> None:
-    """Divide gradients by `before` before the sum over the ranks, and by `after` after it, from the next backward on.
-
-    It replaces `average` and `predivide_factor` of the `ReductionPolicy`. Every rank must call this alike.
-
-    Raises:
-        ShardingError: a factor is not a positive number, a communication hook reduces the gradients, a backward is running, or
-            `model` contains no unit or is only a part of a root.
-    """
-    for engine in engines_in(model, "set_divide_factors"):
-        divide_by("set_divide_factors", engine, engine.units, before, after)
-
-
-def divide_by(caller: str, engine: Engine, units: Iterable[Unit], before: float, after: float) -> None:
-    """Do what `set_divide_factors` does for some units of a root. Errors begin with `caller`."""
-    for factor in (before, after):
-        check_factor(caller, factor)
-    refuse_unless_resting(caller, engine)
-    if engine.reducer.hook is not None:
-        raise refusal(f"{caller}: a communication hook reduces the gradients, and it alone divides them.", engine)
-    engine.reducer.set_divide_factors(units, (before, after))
-
-
-def check_factor(caller: str, factor: float) -> None:
-    """Raise ShardingError unless gradients can be divided by a factor."""
-    if not 0 < factor < float("inf"):
-        raise ShardingError(f"{caller}: a factor must be a positive number, not {factor!r}.")

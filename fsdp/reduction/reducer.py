@@ -101,10 +101,9 @@ class Reducer:
         self.reductions.hook = hook
         self._make_groups()
 
-    def set_divide_factors(self, units: Iterable[Unit], factors: tuple[float, float]) -> None:
-        """From now on, divide the gradients of these units by factors of their own, before and after the sum."""
-        for unit in units:
-            unit.set(divide_factors=factors)
+    def set_divide_factors(self, unit: Unit, factors: tuple[float, float]) -> None:
+        """From now on, divide the gradients of a unit by factors of its own, before and after the sum."""
+        unit.set(divide_factors=factors)
         self._make_groups()
 
     @property

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from fsdp.api import clip_and_scale
-from fsdp.api.reductions import divide_by
 from fsdp.compat.fairscale.groups import all_reduce_max
 from fsdp.compat.fairscale.sharding import instances_in
 from fsdp.compat.fairscale.states import shard_late
+from fsdp.compat.shared.divide_factors import divide_by
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def set_factors(instance: Any, pre: float, post: float, recursive: bool) -> None
     """See `FullyShardedDataParallel.set_gradient_divide_factors`."""
     shard_late(instance)
     for one in instances_in(instance) if recursive else [instance]:
-        divide_by("set_gradient_divide_factors", one._unit_ref.engine, [one._unit_ref.unit], pre, post)
+        divide_by("set_gradient_divide_factors", one._unit_ref, pre, post)
         one.gradient_predivide_factor, one.gradient_postdivide_factor = pre, post
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from fsdp.api.reductions import check_factor, divide_by
 from fsdp.api.wrap import fully_shard
 from fsdp.autograd.pytree import modules_within
 from fsdp.building.conversions import Conversion
@@ -18,6 +17,7 @@ from fsdp.building.shardable import check_renormalised
 from fsdp.compat.fairscale.flat_params import SharedParam, record
 from fsdp.compat.fairscale.flatten import OWN_NAME
 from fsdp.compat.fairscale.groups import ProcessGroupName, get_process_group_cached, is_process_group
+from fsdp.compat.shared.divide_factors import check_factor, divide_by
 from fsdp.compat.shared.dtype_and_device import changes
 from fsdp.compat.shared.instances import WRAPPED_NAME, convert_from, drop_state_hooks, put_on
 from fsdp.compat.shared.plain_group import shared_group
@@ -133,7 +133,7 @@ def shard(instance: Any) -> None:
     drop_state_hooks(instance._unit_ref.engine)
     if instance._predivide_factor_given is not None:
         factors = instance.gradient_predivide_factor, instance.gradient_postdivide_factor
-        divide_by("gradient_predivide_factor", instance._unit_ref.engine, [instance._unit_ref.unit], *factors)
+        divide_by("gradient_predivide_factor", instance._unit_ref, *factors)
 
 
 def cast_buffers(instance: Any, dtype: torch.dtype | None = None) -> None:

@@ -13,12 +13,12 @@ from typing import Any, ClassVar, NoReturn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as _Theirs
 
-from fsdp.api.reductions import divide_by
 from fsdp.api.wrap import set_requires_gradient_sync
 from fsdp.autograd.frames import load_call, settle_assign
 from fsdp.compat.fsdp2 import residence
 from fsdp.compat.fsdp2.move_module import apply_to_tensors, make_room
 from fsdp.compat.fsdp2.residence import GradientReductionHandle, UnshardHandle
+from fsdp.compat.shared.divide_factors import divide_by
 from fsdp.compat.shared.newer_peers import refused_names
 from fsdp.device.streams import call_on
 from fsdp.errors import ShardingError
@@ -192,8 +192,7 @@ class FSDPModule:
         Raises:
             ShardingError: the factor is not a positive number, or a backward is running.
         """
-        ref = _ref(self)
-        divide_by("set_gradient_divide_factor", ref.engine, [ref.unit], 1.0, float(factor))
+        divide_by("set_gradient_divide_factor", _ref(self), 1.0, float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """See `set_gradient_divide_factor`."""
