@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp.checkpoint.convert import convert, damage_in, describe
 from fsdp.checkpoint.hf_safetensors import size_in_bytes
+from fsdp.commands.convert import convert, damage_in, describe
 from fsdp.commands.planning.command import add_plan
 from fsdp.commands.reporting.command import add_trace, add_who
 from fsdp.commands.selftest.command import add_selftest

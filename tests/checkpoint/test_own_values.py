@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.checkpoint import own_values
-from fsdp.checkpoint.convert import convert, describe
 from fsdp.checkpoint.dcp import StoredCheckpoint
+from fsdp.commands.convert import convert, describe
 from tests.support.models import Block, Case, local, own_batches, train
 from tests.support.optimizers import assert_same
 from tests.support.ranks import on_ranks

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.checkpoint import background, dcp, save
-from fsdp.checkpoint.convert import convert
+from fsdp.commands.convert import convert
 from tests.support.models import CASES, Block, Case, Net, loss_of, own_batches, train, weights_of, wrap
 from tests.support.optimizers import assert_same, in_groups, trained, wrapped
 from tests.support.ranks import on_ranks
