@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo, _StoragePrefix
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config
@@ -32,7 +32,6 @@ from fsdp.checkpoint.plain_values import restored
 from fsdp.comm.agreement import agree_and_gather
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError
-from fsdp.shards.sharded_value import write_items
 
 METADATA: Final = ".metadata"
 FILE_BYTES: Final = 1 << 30
@@ -176,26 +175,8 @@ class _LoadPlanner(DefaultLoadPlanner):
         self.on_progress(read_item)
 
 
-class LazyTensor:
-    """A tensor that a conversion reads only when it writes it."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]) -> None:
-        self.shape = shape
-        self.dtype = dtype
-        self.read = read
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the tensor in memory, once it is read."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
-        sizes = torch.Size(self.shape)
-        return write_items(fqn, [ChunkStorageMetadata(torch.Size([0] * len(sizes)), sizes)], sizes, self.dtype)
-
-
 class _SavePlanner(DefaultSavePlanner):
-    """torch's planner, which also takes values from staged copies and reads lazy tensors."""
+    """torch's planner, which also takes values from staged copies and reads what a conversion reads late."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +193,7 @@ class _SavePlanner(DefaultSavePlanner):
         if write_item.index in self.staged:
             return self.staged.pop(write_item.index)  # each item is written once
         value = self.state_dict[write_item.index.fqn]
-        return value.read() if isinstance(value, LazyTensor) else super().resolve_data(write_item)
+        return value.read() if hasattr(value, "read") else super().resolve_data(write_item)
 
 
 class WritePlan:

@@ -27,14 +27,33 @@ from fsdp.checkpoint.progress_bar import Progress
 from fsdp.checkpoint.save import RANDOM, plan_checkpoint, write_checkpoint
 from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError, require_package
+from fsdp.shards.cut import Chunk
+from fsdp.shards.sharded_value import write_items
 from fsdp.state_dict.fqns import EXTRA_STATE
 
 if TYPE_CHECKING:
-    from fsdp.checkpoint.dcp import LazyTensor, StoredCheckpoint
+    from fsdp.checkpoint.dcp import StoredCheckpoint
 
 ALONE: Final = Communicator()
 PACKED: Final = ("extra", RANDOM)
 """The parts with one packed value for each rank."""
+
+
+class LazyTensor:
+    """A tensor that a conversion reads only when it writes it."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.read = read
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensor in memory, once it is read."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __create_write_items__(self, fqn: str, value: object) -> list[Any]:
+        return write_items(fqn, [Chunk((0,) * len(self.shape), self.shape, 0)], torch.Size(self.shape), self.dtype)
 
 
 def describe(path: Path, tensors: bool = False) -> Iterator[str]:
@@ -147,24 +166,22 @@ def _weights_in(source: dict[str, Any], path: Path) -> dict[str, Any]:
     return tensors
 
 
-def _lazy(stored: "StoredCheckpoint", key: str, found: Any) -> "LazyTensor":
+def _lazy(stored: "StoredCheckpoint", key: str, found: Any) -> LazyTensor:
     from fsdp.checkpoint import dcp
 
     def read() -> Tensor:
         return dcp.ReadPlan(stored, {key: stored.empty(key)}).read()[key]  # type: ignore[no-any-return]
 
-    return dcp.LazyTensor(tuple(found.size), found.properties.dtype, read)
+    return LazyTensor(tuple(found.size), found.properties.dtype, read)
 
 
-def _lazy_in(file: Path) -> Iterator[tuple[str, "LazyTensor"]]:
+def _lazy_in(file: Path) -> Iterator[tuple[str, LazyTensor]]:
     """The tensors of a safetensors file by name."""
-    from fsdp.checkpoint import dcp
-
     with opened_file(file, "convert") as opened:
         for name in opened.keys():  # noqa: SIM118  # not a mapping
             unread = opened.get_slice(name)
             shape, dtype = tuple(unread.get_shape()), dtype_of(unread.get_dtype())
-            yield name, dcp.LazyTensor(shape, dtype, partial(_tensor_in, file, name))
+            yield name, LazyTensor(shape, dtype, partial(_tensor_in, file, name))
 
 
 def _tensor_in(file: Path, name: str) -> Tensor:

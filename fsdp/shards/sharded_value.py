@@ -104,13 +104,11 @@ class ShardedValue(Tensor):
 
     def __create_write_items__(self, fqn: str, value: object) -> "list[WriteItem]":
         """One item for each chunk that this rank writes."""
-        return write_items(fqn, self.__create_chunk_list__(), self.shape, self.dtype)
+        return write_items(fqn, self.chunks, self.shape, self.dtype)
 
     def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
         """The chunks that this rank holds."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in self.chunks]
+        return [item.tensor_data.chunk for item in write_items("", self.chunks, self.shape, self.dtype) if item.tensor_data]
 
     def __get_tensor_shard__(self, index: "MetadataIndex") -> Tensor:
         """The chunk that begins at the offsets of `index`: a view of the shard."""
@@ -119,12 +117,13 @@ class ShardedValue(Tensor):
         return self.local.reshape(-1)[chunk.start : chunk.start + numel].view(chunk.sizes)
 
 
-def write_items(fqn: str, chunks: "Sequence[ChunkStorageMetadata]", shape: torch.Size, dtype: torch.dtype) -> "list[WriteItem]":
+def write_items(fqn: str, chunks: Sequence[Chunk], shape: torch.Size, dtype: torch.dtype) -> "list[WriteItem]":
     """One item for each of these chunks of a tensor, which torch's Distributed Checkpoint then asks for."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    data = [TensorWriteData(chunk, TensorProperties(dtype=dtype), shape) for chunk in chunks]
+    places = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in chunks]
+    data = [TensorWriteData(place, TensorProperties(dtype=dtype), shape) for place in places]
     return [WriteItem(MetadataIndex(fqn, one.chunk.offsets), WriteItemType.SHARD, tensor_data=one) for one in data]
 
 
