@@ -131,9 +131,8 @@ def shard(instance: Any) -> None:
     )
     refuse_other_engines(instance, type(instance.module.module).__name__)
     drop_state_hooks(instance._unit_ref.engine)
-    if instance._predivide_factor_given is not None:
-        factors = instance.gradient_predivide_factor, instance.gradient_postdivide_factor
-        divide_by("gradient_predivide_factor", instance._unit_ref, *factors)
+    if instance._divide_factors is not None:
+        divide_by("gradient_predivide_factor", instance._unit_ref, *instance._divide_factors)
 
 
 def cast_buffers(instance: Any, dtype: torch.dtype | None = None) -> None:
@@ -162,15 +161,13 @@ def reduce_group(given: Any, group: Any) -> Any:
     return given if given.size() == group.size() else group
 
 
-def predivide_factor(world_size: int, given: float | None) -> float:
-    """The factor by which gradients are divided before the sum: given, or about the square root of the number of ranks."""
-    if given is not None:
-        check_factor("gradient_predivide_factor", given)
-        return given
-    factor = 1
-    while world_size % factor == 0 and world_size / factor > factor:
+def divide_factors(world_size: int, predivide_factor: float | None = None) -> tuple[float, float]:
+    """What gradients are divided by before and after the sum. Before it: given, or about the root of the number of ranks."""
+    factor = 1.0 if predivide_factor is None else predivide_factor
+    check_factor("gradient_predivide_factor", factor)
+    while predivide_factor is None and world_size % factor == 0 and world_size / factor > factor:
         factor *= 2
-    return float(factor)
+    return factor, world_size / factor
 
 
 def take_shared(module: nn.Module, dtype: torch.dtype, has_own: bool) -> list[SharedParam]:

@@ -36,6 +36,18 @@ class TrainingState(Enum):
     SUMMON_FULL_PARAMS = auto()
 
 
+_FIXED = (
+    "reshard_after_forward",
+    "disable_reshard_on_root",
+    "mixed_precision",
+    "fp32_reduce_scatter",
+    "flatten_parameters",
+    "move_params_to_cpu",
+    "compute_dtype",
+    "move_grads_to_cpu",
+    "bucket_cap_mb",
+)
+"""The attributes that nothing reads after wrapping."""
 _VERBOSE = ("rank", "reshard_after_forward", "compute_dtype", "buffer_dtype", "fp32_reduce_scatter", "bucket_cap_mb")
 
 
@@ -104,9 +116,9 @@ class FullyShardedDataParallel(Wrapper):
         self.force_input_to_fp32 = force_input_to_fp32
         self.verbose = verbose
         self.state_dict_on_rank_0_only = state_dict_on_rank_0_only
-        self.gradient_predivide_factor = sharding.predivide_factor(self.world_size, gradient_predivide_factor)
-        self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
-        self._predivide_factor_given = gradient_predivide_factor
+        given = gradient_predivide_factor is not None
+        self._divide_factors = sharding.divide_factors(self.world_size, gradient_predivide_factor) if given else None
+        """What gradients are divided by before and after the sum, as the user has set it."""
         self.allow_reset_parameters = allow_reset_parameters
         self.numel_padded_per_param: list[int] = []
         own = [p for p in module.parameters() if not hasattr(p, "_is_sharded")]
@@ -168,6 +180,34 @@ class FullyShardedDataParallel(Wrapper):
     def state_dict_device(self) -> torch.device:
         """Where `state_dict()` puts its values."""
         return self._state_dict_device_given or self.compute_device
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        """What gradients are divided by before the sum. It may be set."""
+        return (self._divide_factors or sharding.divide_factors(self.world_size))[0]
+
+    @gradient_predivide_factor.setter
+    def gradient_predivide_factor(self, factor: float) -> None:
+        self.set_gradient_divide_factors(factor, self.gradient_postdivide_factor, False)
+
+    @property
+    def gradient_postdivide_factor(self) -> float:
+        """What gradients are divided by after the sum. It may be set."""
+        return (self._divide_factors or sharding.divide_factors(self.world_size))[1]
+
+    @gradient_postdivide_factor.setter
+    def gradient_postdivide_factor(self, factor: float) -> None:
+        self.set_gradient_divide_factors(self.gradient_predivide_factor, factor, False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what is fixed at wrapping.
+
+        Raises:
+            ShardingError: it would have no effect.
+        """
+        if name in _FIXED and self.__dict__.get(name, value) != value:
+            raise ShardingError(f"{name} is fixed at wrapping: give {name}={value!r} to FullyShardedDataParallel.")
+        super().__setattr__(name, value)
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
@@ -293,6 +333,10 @@ class FullyShardedDataParallel(Wrapper):
         """Divide gradients by `pre` before the sum, and by `post` after it: with `recursive` those of inner instances too."""
         self.assert_state(TrainingState.IDLE)
         gradients.set_factors(self, pre, post, recursive)
+
+    def set_divide_factors(self, pre: float, post: float) -> None:
+        """Remember what the gradients of this instance are divided by."""
+        self._divide_factors = pre, post
 
     # full parameters and state dicts ------------------------------------------------------
 

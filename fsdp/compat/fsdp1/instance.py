@@ -69,6 +69,17 @@ class InstanceState(Wrapper):
                     one.hook_low_precision_grads()
         return copied
 
+    def _refuse_factor(self, value: Any) -> None:
+        """Raises:
+        ShardingError: gradients would be divided by something else in FSDP1.
+        """
+        raise ShardingError(
+            f"a factor of an instance was set to {value!r}, and gradients are averaged over its ranks: scale the loss, or reduce "
+            "them by register_comm_hook."
+        )
+
+    _gradient_predivide_factor = _gradient_postdivide_factor = property(None, _refuse_factor)
+
     def hook_low_precision_grads(self) -> None:
         """With `keep_low_precision_grads`, let gradients get the dtype that computes, once they are reduced."""
         ref = unit_ref_of(self._unit_module)

@@ -446,6 +446,26 @@ def test_divide_factors_of_all_instances(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_attributes_of_an_instance_have_an_effect_or_are_fixed(rank: int) -> None:
+    model = wrapped()
+    inner = get_fsdp_instances(model)[1]
+    model(batch(0, 0)).sum().backward()
+    before = [p.grad.clone() for p in inner.parameters()]
+    inner.gradient_postdivide_factor = 8.0
+    assert inner.gradient_predivide_factor == 2.0, "fairscale's default for two ranks"
+    again = pickle.loads(pickle.dumps(inner))
+    assert again.gradient_postdivide_factor == 8.0
+    model.zero_grad()
+    model(batch(0, 0)).sum().backward()
+    for parameter, old in zip(inner.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.grad * 8, old)
+    for name in ("fp32_reduce_scatter", "mixed_precision"):
+        with pytest.raises(fsdp.ShardingError, match=f"{name} is fixed at wrapping: give {name}=True to FullySharded"):
+            setattr(inner, name, True)
+        setattr(inner, name, False)
+
+
+@on_ranks(2)
 def test_overflow_of_one_rank_lowers_the_scale_of_all(rank: int) -> None:
     model = wrapped()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._runtime_utils import _reshard
 
+import fsdp
 from fsdp.comm.simulated import simulate
 from fsdp.compat.torch_fsdp import CPUOffload, FlatParameter, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from fsdp.compat.torch_fsdp import FullyShardedDataParallel as FSDP
@@ -169,6 +170,17 @@ def test_full_parameters_are_refused_in_a_forward_and_inside_each_other(rank: in
         pass
     with pytest.raises(ValueError, match="is expected to be in states IDLE but"), FSDP.summon_full_params(model):
         model.apply(lambda module: None)
+
+
+@on_ranks(2)
+def test_a_factor_of_fsdp1_that_is_not_followed_is_refused(rank: int) -> None:
+    model = wrapped()
+    for name in ("_gradient_predivide_factor", "_gradient_postdivide_factor"):
+        with pytest.raises(
+            fsdp.ShardingError, match=r"was set to 4.0, and gradients are averaged over its ranks: scale the loss"
+        ):
+            setattr(model, name, 4.0)
+        assert not hasattr(model, name)
 
 
 def test_warnings_and_errors_have_the_words_that_users_of_fsdp1_match() -> None:
