@@ -17,6 +17,7 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp.checkpoint.atomic_folder import removed_on_failure, writing
@@ -29,7 +30,6 @@ from fsdp.comm.communicator import Communicator
 from fsdp.errors import ShardingError, require_package
 from fsdp.shards.cut import Chunk
 from fsdp.shards.sharded_value import write_items
-from fsdp.state_dict.fqns import EXTRA_STATE
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.dcp import StoredCheckpoint
@@ -157,7 +157,7 @@ def _in_parts(state: object, path: Path) -> dict[str, Any]:
 
 def _weights_in(source: dict[str, Any], path: Path) -> dict[str, Any]:
     """The weights by name. Extra state of modules is left out."""
-    given = {name: value for name, value in source["model"].items() if not str(name).endswith(EXTRA_STATE)}
+    given = {name: value for name, value in source["model"].items() if not str(name).endswith(_EXTRA_STATE_KEY_SUFFIX)}
     tensors = {name: value for name, value in given.items() if _is_tensor(value)}
     nested = [name for name, value in given.items() if isinstance(value, Mapping) and any(map(_is_tensor, tree_leaves(value)))]
     if nested or not tensors:

@@ -9,7 +9,7 @@ from fsdp.api import clip_and_scale
 from fsdp.compat.fairscale.groups import all_reduce_max
 from fsdp.compat.fairscale.sharding import instances_in
 from fsdp.compat.fairscale.states import shard_late
-from fsdp.compat.shared.divide_factors import divide_by
+from fsdp.compat.shared.instances import divide_by
 
 
 @torch.no_grad()

@@ -17,9 +17,8 @@ from fsdp.building.shardable import check_renormalised
 from fsdp.compat.fairscale.flat_params import SharedParam, record
 from fsdp.compat.fairscale.flatten import OWN_NAME
 from fsdp.compat.fairscale.groups import ProcessGroupName, get_process_group_cached, is_process_group
-from fsdp.compat.shared.divide_factors import check_factor, divide_by
 from fsdp.compat.shared.dtype_and_device import changes
-from fsdp.compat.shared.instances import WRAPPED_NAME, convert_from, drop_state_hooks, put_on
+from fsdp.compat.shared.instances import WRAPPED_NAME, check_factor, convert_from, divide_by, drop_state_hooks, put_on
 from fsdp.compat.shared.plain_group import shared_group
 from fsdp.config import MixedPrecisionPolicy, OffloadPolicy, ReductionPolicy
 from fsdp.device.streams import current_accelerator

@@ -18,7 +18,7 @@ from fsdp.autograd.frames import load_call, settle_assign
 from fsdp.compat.fsdp2 import residence
 from fsdp.compat.fsdp2.move_module import apply_to_tensors, make_room
 from fsdp.compat.fsdp2.residence import GradientReductionHandle, UnshardHandle
-from fsdp.compat.shared.divide_factors import divide_by
+from fsdp.compat.shared.instances import divide_by
 from fsdp.compat.shared.newer_peers import refused_names
 from fsdp.device.streams import call_on
 from fsdp.errors import ShardingError

@@ -1,4 +1,4 @@
-"""What classes that wrap a module do alike: they have its attributes, move its tensors, and keep state dicts in other formats."""
+"""What the names of several engines do alike: a wrapper has its module's attributes, state dicts other formats, units factors."""
 
 import copy
 from collections.abc import Callable, Collection, Iterable
@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_map
 from fsdp.building.conversions import Conversion
 from fsdp.building.copies import Memo
 from fsdp.compat.shared.dtype_and_device import convert
+from fsdp.errors import ShardingError
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
-from fsdp.runtime.registry import UnitRef, unit_ref_of
+from fsdp.runtime.registry import UnitRef, refusal, refuse_unless_resting, unit_ref_of
 
 WRAPPED_NAME: Final = "_fsdp_wrapped_module."
 """What FSDP1 and fairscale put before the names of a wrapped module's state dict."""
@@ -82,3 +83,25 @@ def put_on(device: torch.device, tensors: Iterable[Tensor]) -> None:
 def moved(inputs: Any, device: torch.device | None) -> Any:
     """`inputs` with all tensors in it on `device`."""
     return inputs if device is None else tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, inputs)
+
+
+def divide_by(caller: str, ref: UnitRef, before: float, after: float) -> None:
+    """Divide the gradients of a unit by these factors, from the next backward on. Every rank must call this alike.
+
+    It replaces `average` and `predivide_factor` of the `ReductionPolicy`. Errors begin with `caller`.
+
+    Raises:
+        ShardingError: a factor is not a positive number, a communication hook reduces the gradients, or a backward is running.
+    """
+    for factor in (before, after):
+        check_factor(caller, factor)
+    refuse_unless_resting(caller, ref.engine)
+    if ref.engine.reducer.hook is not None:
+        raise refusal(f"{caller}: a communication hook reduces the gradients, and it alone divides them.", ref.engine)
+    ref.engine.reducer.set_divide_factors(ref.unit, (before, after))
+
+
+def check_factor(caller: str, factor: float) -> None:
+    """Raise ShardingError unless gradients can be divided by a factor."""
+    if not 0 < factor < float("inf"):
+        raise ShardingError(f"{caller}: a factor must be a positive number, not {factor!r}.")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fsdp
-from fsdp.compat.shared.divide_factors import divide_by
+from fsdp.compat.shared.instances import divide_by
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.ranks import on_ranks
 
