@@ -122,7 +122,7 @@ def _soak(report: Report) -> list[str]:
         "## Soak runs",
         f"{len(report['runs'])} runs of `make soak` are in `benchmarks/results/soak.json`, with their seeds: "
         f"{counts['programs']:,} random programs and {counts['faults']:,} random faults over gloo. The longest without a finding "
-        "were 20,000 programs beside 913 faults on four ranks. What was found is mended, and each finding has a test: "
+        "were 20,000 programs beside 913 faults on four ranks. What was found is mended and tested: "
         "[soak](soak.md).",
     ]
 
