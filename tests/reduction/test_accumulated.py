@@ -215,7 +215,7 @@ def test_an_outer_root_can_be_made_when_nothing_is_kept_under_no_sync_any_more(w
         with fsdp.no_sync(inner):
             inner(torch.ones(1, 4)).sum().backward()
         if world_size > 1:  # one rank keeps nothing
-            with pytest.raises(fsdp.ShardingError, match="unit '0' keeps gradients under no_sync"):
+            with pytest.raises(fsdp.ShardingError, match="fully_shard: unit 'Linear' keeps gradients under no_sync"):
                 fsdp.fully_shard(model)
         train(inner, lambda: fsdp.fully_shard(model))
         assert is_at_rest(model)

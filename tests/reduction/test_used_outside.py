@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp
-from fsdp.api.reductions import set_divide_factors
+from fsdp.compat.shared.instances import divide_by
 from fsdp.runtime.registry import unit_ref_of
 from tests.support.models import assert_close, local
 from tests.support.outside import (
@@ -54,7 +54,7 @@ def test_a_term_of_the_parts_counts_once_whatever_gradients_are_divided_by(rank:
     reduction = fsdp.ReductionPolicy(average=divides == "by the ranks")
     model = fsdp.fully_shard(nn.Linear(6, 6), sharding_strategy=strategy, reduction=reduction, **mesh)  # type: ignore[arg-type]
     if divides == "as set":
-        set_divide_factors(model, 1.0, 3.0)
+        divide_by("here", unit_ref_of(model), 1.0, 3.0)
     penalise(model)
     for parameter in model.parameters():
         torch.testing.assert_close(local(parameter.grad), 2 * local(parameter))

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import fsdp
-from fsdp.checkpoint.dcp import StoredCheckpoint, WritePlan
+from fsdp.checkpoint.dcp import ReadPlan, StoredCheckpoint, WritePlan
 from fsdp.shards.shard_tensor import ShardTensor, plain
 from fsdp.shards.sharded_value import ShardedValue
 from fsdp.state_dict.model_view import ModelView
@@ -68,7 +68,7 @@ def read(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     flat, paths = flatten_state_dict(state)
     there = StoredCheckpoint(folder).paths
     targets = {key: value if isinstance(value, Tensor) else None for key, value in flat.items() if key in there}
-    return unflatten_state_dict(StoredCheckpoint(folder).plan(targets).read(), paths)
+    return unflatten_state_dict(ReadPlan(StoredCheckpoint(folder), targets).read(), paths)
 
 
 class TestDistributedCheckpoint:

@@ -1,4 +1,4 @@
-"""divide_by: what gradients are divided by, and what it refuses."""
+"""Divide factors of units: what they do, and what is refused."""
 
 import pytest
 import torch
