@@ -31,7 +31,7 @@ def set_factors(instance: Any, pre: float, post: float, recursive: bool) -> None
     shard_late(instance)
     for one in instances_in(instance) if recursive else [instance]:
         divide_by("set_gradient_divide_factors", one._unit_ref, pre, post)
-        one.set_divide_factors(pre, post)
+        one._remember_factors(pre, post)
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -334,7 +334,7 @@ class FullyShardedDataParallel(Wrapper):
         self.assert_state(TrainingState.IDLE)
         gradients.set_factors(self, pre, post, recursive)
 
-    def set_divide_factors(self, pre: float, post: float) -> None:
+    def _remember_factors(self, pre: float, post: float) -> None:
         """Remember what the gradients of this instance are divided by."""
         self._divide_factors = pre, post
 

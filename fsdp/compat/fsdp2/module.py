@@ -108,13 +108,11 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
         """From now on, gather the units of `modules` whenever this one is gathered in a forward."""
-        ref = _ref(self)
-        residence.prefetch(0, ref, refuse_unwrapped(modules))
+        residence.prefetch(_ref(self), refuse_unwrapped(modules), in_backward=False)
 
     def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
         """From now on, gather the units of `modules` whenever this one is gathered in a backward."""
-        ref = _ref(self)
-        residence.prefetch(1, ref, refuse_unwrapped(modules))
+        residence.prefetch(_ref(self), refuse_unwrapped(modules), in_backward=True)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Do nothing: a backward gathers what it enters."""

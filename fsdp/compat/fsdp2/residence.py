@@ -79,8 +79,8 @@ def set_policy(ref: UnitRef, policy: ReshardPolicy | None, method: str) -> None:
     ref.unit.set(reshard_policy=policy)
 
 
-def prefetch(kind: int, ref: UnitRef, ahead: Sequence[nn.Module]) -> None:
-    """From now on, gather the units `ahead` whenever the unit is gathered in forwards (0), or in backwards (1).
+def prefetch(ref: UnitRef, ahead: Sequence[nn.Module], in_backward: bool) -> None:
+    """From now on, gather the units `ahead` whenever the unit is gathered in a forward, or in a backward.
 
     Raises:
         ShardingError: one of them is no unit of the same root.
@@ -89,7 +89,7 @@ def prefetch(kind: int, ref: UnitRef, ahead: Sequence[nn.Module]) -> None:
     for module, other in zip(ahead, found, strict=True):
         if other is None or other.engine is not ref.engine:
             raise ShardingError(f"prefetch: {type(module).__name__} is no unit of the same root; wrap the root first.")
-    schedules, lists = (ref.engine.path.forward, ref.engine.path.backward), list(ref.unit.settings.ahead)
-    schedules[kind].give(ref.index, [other.index for other in found if other is not None])
-    lists[kind] = tuple(ahead)
-    ref.unit.set(ahead=tuple(lists))
+    path, (in_forwards, in_backwards) = ref.engine.path, ref.unit.settings.ahead
+    schedule = path.backward if in_backward else path.forward
+    schedule.give(ref.index, [other.index for other in found if other is not None])
+    ref.unit.set(ahead=(in_forwards, tuple(ahead)) if in_backward else (tuple(ahead), in_backwards))
