@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp.commands.planning.choices import AUTO, STRATEGIES, UnitsOfClasses
 from fsdp.commands.planning.plan import OPTIMIZERS, plan
-from fsdp.commands.planning.plan_page import check_packages, write_plan
+from fsdp.commands.planning.plan_page import write_plan
 from fsdp.commands.planning.shapes import SHAPES, Decoder, cut_decoder, make_tokens, parallelize_decoder
 from fsdp.commands.rehearsal.hardware import DEVICES, NETWORKS
 from fsdp.commands.rehearsal.kernels import ATTENTION
@@ -94,7 +94,7 @@ def add_plan(commands: Any) -> None:
 def run_plan(given: argparse.Namespace) -> int:
     """Run `plan`; return the exit status: 0 if a choice fits."""
     if given.html is not None:
-        check_packages()
+        require_package("plan --html", "plotly")
     for path in (given.json, given.html):
         if path is not None:
             _check_output(path)

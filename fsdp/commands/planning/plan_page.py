@@ -6,19 +6,12 @@ from typing import Any, Final
 
 from fsdp.commands.planning.comparison import HEADER, Candidate, Plan, advice, row
 from fsdp.commands.reporting.formats import size, write_text
-from fsdp.commands.reporting.html import bars, bullets, document, html_table, plot_layout, plotly_source, section
+from fsdp.commands.reporting.html import bars, bullets, document, html_table, plot_layout, section
 
 _COLOURS: Final = ("#3366aa", "#e0a030", "#228866", "#885599", "#cc4433", "#777777", "#223344", "#b8b8b8")
 _GIB: Final = 2**30
 _FARTHEST: Final = 2.0
 """The limit of the memory / the longest bar, up to which the limit is drawn."""
-
-
-def check_packages() -> None:
-    """Raises:
-    ShardingError: the package plotly is missing.
-    """
-    plotly_source("plan --html")
 
 
 def write_plan(path: Path, plan: Plan) -> None:
@@ -27,7 +20,6 @@ def write_plan(path: Path, plan: Plan) -> None:
     Raises:
         ShardingError: the package plotly is missing, or the file system refuses the file.
     """
-    plotly = plotly_source("plan --html")
     device = plan.cluster.device
     title = f"Plan for {plan.parameters:,} parameters on {plan.world_size} ranks"
     shown = plan.shown
@@ -68,7 +60,7 @@ def write_plan(path: Path, plan: Plan) -> None:
             ]
         ),
     ]
-    write_text("plan", path, document(plotly, title, body, {"memory": _memory(plan, kinds), "time": _time(shown)}))
+    write_text("plan", path, document("plan --html", title, body, {"memory": _memory(plan, kinds), "time": _time(shown)}))
 
 
 def _titles(shown: list[Candidate]) -> list[str]:

@@ -48,28 +48,22 @@ function zoom(target, how) {
 """
 
 
-def plotly_source(command: str) -> str:
-    """The source of plotly.js, which the package plotly brings along, for this command.
+def document(command: str, title: str, body: Sequence[str], plots: Mapping[str, Any]) -> str:
+    """The whole page, for this command. `plots`: by the name of the section, what plotly.js draws there.
 
     Raises:
-        ShardingError: the package is missing.
+        ShardingError: the package plotly is missing.
     """
     require_package(command, "plotly")
     from plotly.offline import get_plotlyjs
 
-    source: str = get_plotlyjs()
-    return source
-
-
-def document(plotly: str, title: str, body: Sequence[str], plots: Mapping[str, Any]) -> str:
-    """The whole page. `plotly`: the source of plotly.js. `plots`: by the name of the section, what plotly.js draws there."""
     # `</` would end the script element
     data = json.dumps(plots).replace("</", "<\\/")
     return (
         "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'><link rel='icon' href='data:,'>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><main>{''.join(body)}</main>"
-        f"<script>{plotly}</script><script>const PLOTS = {data};{_SCRIPT}</script></body></html>\n"
+        f"<script>{get_plotlyjs()}</script><script>const PLOTS = {data};{_SCRIPT}</script></body></html>\n"
     )
 
 

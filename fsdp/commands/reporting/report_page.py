@@ -8,7 +8,7 @@ from typing import Any, Final
 from fsdp.commands.reporting.advice import Advice
 from fsdp.commands.reporting.clocks import Offset
 from fsdp.commands.reporting.formats import milliseconds, size, write_text
-from fsdp.commands.reporting.html import bars, bullets, document, html_table, plot_layout, plotly_source, section
+from fsdp.commands.reporting.html import bars, bullets, document, html_table, plot_layout, section
 from fsdp.commands.reporting.numbers import GATHERS, OTHERS, REDUCTIONS, RankNumbers, StepNumbers, inside, lane_of, slowest
 from fsdp.commands.reporting.rank_trace import RankTrace, Slice
 from fsdp.commands.reporting.text import advice_line, exposed_units
@@ -41,7 +41,6 @@ def write_page(
     Raises:
         ShardingError: the package plotly is missing, or the file system refuses the file.
     """
-    plotly = plotly_source("report --html")
     shown = slowest(numbers)[0] if len(numbers) > 1 else numbers[0]
     trace = next(one for one in traces if one.rank == shown.rank)
     step = shown.typical
@@ -69,7 +68,7 @@ def write_page(
         ),
         section("memory", f"Bytes held in step {step.number} on rank {shown.rank}", "By kind.", _memory_table(step), True),
     ]
-    write_text("report", path, document(plotly, title, body, plots))
+    write_text("report", path, document("report --html", title, body, plots))
 
 
 def _headline(numbers: Sequence[RankNumbers], offsets: Sequence[Offset]) -> str:

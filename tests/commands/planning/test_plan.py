@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -292,7 +293,8 @@ def test_every_number_of_the_tables_has_a_source() -> None:
 def test_the_command_writes_a_table_json_and_a_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdp.commands.planning.plan_page.plotly_source", lambda command: "/* plotly.js */")
+    monkeypatch.setitem(sys.modules, "plotly", ModuleType("plotly"))
+    monkeypatch.setitem(sys.modules, "plotly.offline", SimpleNamespace(get_plotlyjs=lambda: "/* plotly.js */"))
     arguments = ["plan", "decoder-125m", "--world-size", "4", "--per-host", "2", "--length", "64", "--strategies", "FULL_SHARD"]
     assert main([*arguments, "--json", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]) == 0
     printed = capsys.readouterr().out

@@ -2,15 +2,17 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import reduce
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fsdp.commands.main import main
-from fsdp.commands.reporting import report_page
+from fsdp.commands.reporting import html
 from fsdp.commands.reporting.advice import advise
 from fsdp.commands.reporting.clocks import merged, offset
 from fsdp.commands.reporting.numbers import numbers_of, slowest
@@ -205,7 +207,8 @@ def test_some_ranks_are_enough_if_that_is_asked_for(tmp_path: Path, capsys: pyte
 
 
 def test_a_page_has_the_numbers_and_asks_the_network_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_page, "plotly_source", lambda command: "/* the library */")
+    monkeypatch.setitem(sys.modules, "plotly", ModuleType("plotly"))
+    monkeypatch.setitem(sys.modules, "plotly.offline", SimpleNamespace(get_plotlyjs=lambda: "/* the library */"))
     document = made_up()
     for event in document["traceEvents"]:
         event["args"] = {**event["args"], **({"unit": "</script><b>"} if "unit" in event["args"] else {})}
@@ -223,8 +226,6 @@ def test_a_page_has_the_numbers_and_asks_the_network_for_nothing(tmp_path: Path,
 
 
 def test_a_page_without_plotly_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(ShardingError, match="report --html needs the package plotly: pip install plotly"):
-        report_page.plotly_source("report --html")
+        html.document("report --html", "", [], {})
