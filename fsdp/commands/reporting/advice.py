@@ -8,7 +8,6 @@ from fsdp.commands.reporting.formats import milliseconds, size
 from fsdp.commands.reporting.numbers import GATHERS, RankNumbers, slowest
 from fsdp.commands.reporting.rank_trace import RankTrace
 from fsdp.commands.reporting.replay import (
-    Change,
     ReplayedRank,
     ranks_of,
     replayed,
@@ -73,11 +72,11 @@ def _candidates(
             more = sum(sorted(sizes)[-depth:]) - sum(sorted(sizes)[-options["prefetch"] :] if options["prefetch"] else [])
             reason = f"the host waits {milliseconds(late)} ms of a step for gathers, while prefetch={options['prefetch']}"
             cost = f"up to {size(more)} more unsharded parameters at once"
-            yield f"prefetch={depth}", reason, cost, _changed(ranks, with_prefetch(depth))
+            yield f"prefetch={depth}", reason, cost, [with_prefetch(rank, depth) for rank in ranks]
     if options["reshard"] == "AFTER_FORWARD":
         reason = "each unit is gathered in the forward and again in the backward"
         cost = f"{size(sum(sizes))} of unsharded parameters stay in memory between forward and backward"
-        yield "sharding_strategy='SHARD_GRAD_OP'", reason, cost, _changed(ranks, without_second_gather)
+        yield "sharding_strategy='SHARD_GRAD_OP'", reason, cost, [without_second_gather(rank) for rank in ranks]
     count = typical.collectives.get("reduce_scatter", 0)
     largest = max((one.received for one in ranks[0].operations if one.kind == "reduce_scatter"), default=0)
     sharing = [one.args["ranks"] for one in traces[0].collectives if one.args["collective"] == "reduce_scatter"]
@@ -88,7 +87,7 @@ def _candidates(
             reason = f"{count} reductions of a step are so small that each costs mostly its latency"
             cost = "gradients of several units wait for each other"
             change = f"reduction=fsdp.ReductionPolicy(bucket_cap_mb={cap})"
-            yield change, reason, cost, _changed(ranks, with_buckets(received))
+            yield change, reason, cost, [with_buckets(rank, received) for rank in ranks]
     last, excess = slowest(numbers)
     if len(ranks) > 1 and excess > 0:
         number = next(index for index, one in enumerate(numbers) if one.rank == last.rank)
@@ -99,7 +98,3 @@ def _candidates(
             f"rank {last.rank} works {milliseconds(excess)} ms of a step longer than the median of the ranks, which wait for it"
         )
         yield f"make rank {last.rank} as fast as the others", reason, "", faster
-
-
-def _changed(ranks: Sequence[ReplayedRank], change: Change) -> list[ReplayedRank]:
-    return [change(rank) for rank in ranks]

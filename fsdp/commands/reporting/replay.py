@@ -7,7 +7,7 @@ takes as long as it took in the trace. A change of options moves, joins or remov
 stays. So a replay knows nothing of computing that gets slower while more is sent, and nothing of the optimizer's memory.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
@@ -54,9 +54,6 @@ class ReplayedRank:
     wire: Wire
 
 
-Change = Callable[[ReplayedRank], ReplayedRank]
-
-
 def ranks_of(traces: Sequence[RankTrace], numbers: Sequence[RankNumbers], number: int) -> list[ReplayedRank]:
     """Every rank in the step with that number. The clocks of the traces are aligned."""
     steps = [next(step for step in one.steps if step.number == number) for one in numbers]
@@ -87,16 +84,12 @@ def replayed(ranks: Sequence[ReplayedRank]) -> float:
     return max(host.time for host in hosts)
 
 
-def with_prefetch(depth: int) -> Change:
+def with_prefetch(rank: ReplayedRank, depth: int) -> ReplayedRank:
     """The same step with `prefetch=depth`."""
-
-    def change(rank: ReplayedRank) -> ReplayedRank:
-        found = list(rank.operations)
-        for in_backward in (False, True):
-            found = _prefetched(found, in_backward, depth)
-        return replace(rank, operations=found)
-
-    return change
+    found = list(rank.operations)
+    for in_backward in (False, True):
+        found = _prefetched(found, in_backward, depth)
+    return replace(rank, operations=found)
 
 
 def without_second_gather(rank: ReplayedRank) -> ReplayedRank:
@@ -105,23 +98,19 @@ def without_second_gather(rank: ReplayedRank) -> ReplayedRank:
     return replace(rank, operations=[one for one in rank.operations if not (_is_gather(one, True) and one.unit in first)])
 
 
-def with_buckets(cap: float) -> Change:
+def with_buckets(rank: ReplayedRank, cap: float) -> ReplayedRank:
     """The same step if reductions that follow each other share a collective of at most `cap` received bytes."""
-
-    def change(rank: ReplayedRank) -> ReplayedRank:
-        groups: list[list[Operation]] = []
-        for one in rank.operations:
-            if one.what == "launch" and one.kind == "reduce_scatter":
-                if groups and sum(each.received for each in groups[-1]) + one.received <= cap:
-                    groups[-1].append(one)
-                else:
-                    groups.append([one])
-        joined = {group[-1].key: rank.wire.takes(sum(one.received for one in group)) for group in groups if len(group) > 1}
-        gone = {one.key for group in groups for one in group[:-1]}
-        kept = [one for one in rank.operations if one.what == "busy" or one.key not in gone]
-        return replace(rank, operations=[replace(one, seconds=joined[one.key]) if one.key in joined else one for one in kept])
-
-    return change
+    groups: list[list[Operation]] = []
+    for one in rank.operations:
+        if one.what == "launch" and one.kind == "reduce_scatter":
+            if groups and sum(each.received for each in groups[-1]) + one.received <= cap:
+                groups[-1].append(one)
+            else:
+                groups.append([one])
+    joined = {group[-1].key: rank.wire.takes(sum(one.received for one in group)) for group in groups if len(group) > 1}
+    gone = {one.key for group in groups for one in group[:-1]}
+    kept = [one for one in rank.operations if one.what == "busy" or one.key not in gone]
+    return replace(rank, operations=[replace(one, seconds=joined[one.key]) if one.key in joined else one for one in kept])
 
 
 def with_busy(rank: ReplayedRank, factor: float) -> ReplayedRank:

@@ -88,7 +88,7 @@ def test_simulating_the_same_options_takes_as_long_as_the_step(tmp_path: Path) -
     traces = read_traces(written(tmp_path, made_up(0, 2), made_up(1, 2)))
     ranks = ranks_of(traces, [numbers_of(one) for one in traces], 0)
     assert replayed(ranks) == pytest.approx(100e3)
-    assert replayed([with_prefetch(1)(one) for one in ranks]) == pytest.approx(100e3)
+    assert replayed([with_prefetch(one, 1) for one in ranks]) == pytest.approx(100e3)
     assert replayed([without_second_gather(one) for one in ranks]) == pytest.approx(100e3), "nothing is gathered twice"
 
 
