@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -35,21 +36,14 @@ from fsdp.commands.selftest.training import (
 from fsdp.debug.delays import DELAYS
 
 
-def _strategy(name: str) -> Callable[[Place], str]:
-    def check(place: Place) -> str:
-        options: dict[str, Any] = {"sharding_strategy": name}
-        if name == "HYBRID_SHARD":
-            replicas = 2 if place.size % 2 == 0 else 1
-            options["mesh"] = (replicas, place.size // replicas)
-        return require_close(trained_weights(place, **options), plain_weights(place), WITHIN)
-
-    return check
+def _as_plain(place: Place, within: float = WITHIN, **options: Any) -> str:
+    """Training with these options, beside training without shards."""
+    return require_close(trained_weights(place, **options), plain_weights(place), within)
 
 
-def _shared_collectives(place: Place) -> str:
-    """Small units share gathers and reductions, which run on two streams."""
-    policy = fsdp.ReductionPolicy(coalesce_cap_mb=1, streams=2)
-    return require_close(trained_weights(place, reduction=policy), plain_weights(place), WITHIN)
+def _hybrid(place: Place) -> str:
+    replicas = 2 if place.size % 2 == 0 else 1
+    return _as_plain(place, sharding_strategy="HYBRID_SHARD", mesh=(replicas, place.size // replicas))
 
 
 def _offloaded(place: Place) -> str:
@@ -95,11 +89,6 @@ def _without_one(rank: int, step: int) -> Call:
     """Calls all layers but one block."""
     left_out = 1 + (rank + step) % 4
     return lambda number, layer, x: x if number == left_out else layer(x)
-
-
-def _mixed_precision(place: Place) -> str:
-    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return require_close(trained_weights(place, mp_policy=policy), plain_weights(place), 5e-2)
 
 
 def _deterministic(place: Place) -> str:
@@ -189,14 +178,19 @@ def _host_waits(place: Place) -> str | None:
 
 CHECKS: Final[dict[str, Callable[[Place], str | None]]] = {
     **{
-        f"trains as without shards: {name}": _strategy(name)
-        for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "SHARD_GRADIENTS", "SHARD_OPTIMIZER", "HYBRID_SHARD")
+        f"trains as without shards: {name}": partial(_as_plain, sharding_strategy=name)
+        for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "SHARD_GRADIENTS", "SHARD_OPTIMIZER")
     },
-    "bf16 with fp32 reductions": _mixed_precision,
+    "trains as without shards: HYBRID_SHARD": _hybrid,
+    "bf16 with fp32 reductions": partial(
+        _as_plain, within=5e-2, mp_policy=fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    ),
     "accumulation under no_sync": _accumulation,
     "the same bits twice": _deterministic,
     "the same bits under random delays": _delayed,
-    "small units share collectives": _shared_collectives,
+    "small units share collectives": partial(  # which run on two streams
+        _as_plain, reduction=fsdp.ReductionPolicy(coalesce_cap_mb=1, streams=2)
+    ),
     "activation checkpointing, both kinds": _activation_checkpointing,
     "ranks go different ways": _different_paths,
     "shards in host memory": _offloaded,
