@@ -2,7 +2,7 @@
 
 import copy
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from inspect import signature
@@ -26,6 +26,7 @@ from fsdp.commands.planning.choices import (
 from fsdp.commands.planning.comparison import Candidate, Fewest, Plan
 from fsdp.commands.rehearsal.hardware import DEVICES, NETWORKS, Cluster, Device, Link, find
 from fsdp.commands.rehearsal.kernels import ATTENTION, Attention
+from fsdp.commands.rehearsal.memory import tensors_in
 from fsdp.commands.rehearsal.pipeline import rehearse_all
 from fsdp.commands.rehearsal.rehearse import Batch, Dimensions, Job
 from fsdp.commands.reporting.formats import size
@@ -329,26 +330,14 @@ def _loss(summed: list[None], output: Any) -> Tensor:
     """The loss that the model returns, else the sum of what it returns, of which `summed` gets an entry."""
     found = getattr(output, "loss", None)
     if isinstance(output, Mapping):
-        found = output.get("loss", found)
+        found, output = output.get("loss", found), dict(output)
     if isinstance(found, Tensor):
         return found
-    tensors = list(_tensors(output))
+    tensors = [one for one in tensors_in(output) if one.requires_grad]
     if not tensors:
         raise ShardingError("plan: the model returns no tensor with a graph; give `loss`, a function of what the model returns.")
     summed.append(None)
     return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        if output.requires_grad:
-            yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, tuple | list):
-        for value in output:
-            yield from _tensors(value)
 
 
 def _optimizer(given: Any, on_device: bool) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None:

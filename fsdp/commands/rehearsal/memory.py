@@ -149,8 +149,8 @@ class Memory(Recalling):  # type: ignore[no-untyped-call]
         result = self._recall.call(func, args, kwargs)
         if func.is_view:
             return result
-        given = _tensors_in((args, kwargs))
-        made = [one for one in _tensors_in(result) if one.is_meta and not opens((type(one),))]
+        given = tensors_in((args, kwargs))
+        made = [one for one in tensors_in(result) if one.is_meta and not opens((type(one),))]
         known = {storage_key(one) for one in given}
         fresh = [one for one in made if storage_key(one) not in known]
         if self._offloaded and self._passes_time_on_host(func, given, fresh):
@@ -192,13 +192,13 @@ class Memory(Recalling):  # type: ignore[no-untyped-call]
             self._live += size
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
-    """The tensors among the arguments or the results of an operator. The pytree of torch takes longer."""
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in tuples, lists and dicts, as arguments and results of an operator are. The pytree of torch takes longer."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
-        return _tensors_in(tuple(value.values()))
-    return [one for item in value for one in _tensors_in(item)] if isinstance(value, tuple | list) else []
+        return tensors_in(tuple(value.values()))
+    return [one for item in value for one in tensors_in(item)] if isinstance(value, tuple | list) else []
 
 
 def bytes_of(values: Iterable[Any]) -> int:
