@@ -29,8 +29,8 @@ class Clock:
         """Seconds of waiting, by unit."""
         self._free: defaultdict[bool, float] = defaultdict(float)
         """When the wire inside the host (True) and the one between hosts (False) are free."""
-        self._uploaded = self._downloaded = 0.0
-        """When the last copies from and to the memory of the host end."""
+        self.uploaded = self._downloaded = 0.0
+        """When the last copies from and to the memory of the host end. A gather begins after those from it."""
 
     @property
     def device(self) -> Device:
@@ -48,7 +48,7 @@ class Clock:
 
     def upload(self, count: int) -> None:
         """Copy so many bytes from the host. Later gathers need them."""
-        self._uploaded = max(self._uploaded, self.now) + self._copying(count)
+        self.uploaded = max(self.uploaded, self.now) + self._copying(count)
 
     def download(self, after: float, count: int) -> None:
         """Copy so many bytes to the host, when a reduction has ended."""
@@ -56,14 +56,10 @@ class Clock:
 
     def wait_for_copies(self) -> None:
         """Stand still until all copies from and to the host have ended."""
-        self.wait(max(self._uploaded, self._downloaded), COPIES)
+        self.wait(max(self.uploaded, self._downloaded), COPIES)
 
     def _copying(self, count: int) -> float:
         return self.device.host_link.latency + count / self.device.host_link.bandwidth
-
-    def launch_gather(self, ranks: tuple[int, ...], received: float) -> float:
-        """Launch a gather of what was uploaded so far; return when it ends."""
-        return self.launch(ranks, received, after=self._uploaded)
 
     def launch(self, ranks: tuple[int, ...], received: float, after: float = 0.0) -> float:
         """Launch a collective among these ranks, in ascending order; return when it ends.

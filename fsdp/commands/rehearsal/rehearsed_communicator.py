@@ -97,11 +97,11 @@ class RehearsedCommunicator(Communicator):
         received = 2 * (self.size - 1) * tensor.nbytes // self.size
         return self._launch("all_reduce", label, received, tensor.nbytes, 2 * padded * fixed_order)
 
-    def carry(self, kind: str, received: int, label: str) -> Work:
-        """Launch what is not the engine's: a collective of torch, or a transfer between stages of a pipeline."""
+    def carry(self, kind: str, received: int, label: str, after: float = 0.0, scratch: int = 0) -> "_Awaited":
+        """Launch what may not be the engine's: a collective of torch, or a transfer between stages of a pipeline."""
         self._played.launched.append(Collective(kind, label, self.size, received))
         clock = self._played.clock
-        return _Awaited(clock, clock.launch(self.ranks, received), label)
+        return _Awaited(clock, clock.launch(self.ranks, received, after), label, scratch)
 
     def broadcast(self, tensor: Tensor, source: int, label: str) -> Work:
         return self._launch("broadcast", label, 0)
@@ -117,12 +117,9 @@ class RehearsedCommunicator(Communicator):
 
     def _launch(self, kind: str, label: str, received: int, result: int = 0, scratch: int = 0) -> Work:
         self._played.allocated()
-        self._played.launched.append(Collective(kind, label, self.size, received))
-        clock = self._played.clock
-        launch = clock.launch_gather if kind == "all_gather" else clock.launch
-        end = launch(self.ranks, received)
-        self._played.reduced(kind, end, result)
-        return _Awaited(clock, end, label, scratch)
+        work = self.carry(kind, received, label, self._played.clock.uploaded if kind == "all_gather" else 0.0, scratch)
+        self._played.reduced(kind, work.end, result)
+        return work
 
 
 def last_of_reductions(launched: Sequence[Collective], others: Container[str]) -> str:
@@ -136,10 +133,10 @@ def last_of_reductions(launched: Sequence[Collective], others: Container[str]) -
 class _Awaited:
     """A collective on the wire."""
 
-    __slots__ = ("_clock", "_end", "_label", "scratch")
+    __slots__ = ("_clock", "_label", "end", "scratch")
 
-    def __init__(self, clock: Clock, end: float, label: str, scratch: int = 0) -> None:
-        self._clock, self._end, self._label, self.scratch = clock, end, label, scratch
+    def __init__(self, clock: Clock, end: float, label: str, scratch: int) -> None:
+        self._clock, self.end, self._label, self.scratch = clock, end, label, scratch
 
     def wait(self) -> None:
-        self._clock.wait(self._end, self._label)
+        self._clock.wait(self.end, self._label)
