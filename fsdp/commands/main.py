@@ -65,20 +65,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(given: argparse.Namespace) -> int:
     """Run `inspect` or `convert`; return the exit status."""
     with file_errors(given.command, given.path):
-        return _run(given)
-
-
-def _run(given: argparse.Namespace) -> int:
-    if not given.path.exists():
-        raise ShardingError(f"{given.command}: there is no file or folder {given.path}.")
-    if given.command == "convert":
-        size = given.max_shard_size
-        limit = size_in_bytes(int(size) if size.isdecimal() else size, "convert: --max-shard-size")
-        convert(given.path, given.out, given.to, limit)
-        print(f"wrote {given.out}")
-        return 0
-    for line in describe(given.path, given.tensors):
-        print(line)
-    damage = damage_in(given.path)
-    print("damaged:" if damage else "healthy", *damage, sep="\n  " if damage else "")
-    return 1 if damage else 0
+        if not given.path.exists():
+            raise ShardingError(f"{given.command}: there is no file or folder {given.path}.")
+        if given.command == "convert":
+            size = given.max_shard_size
+            limit = size_in_bytes(int(size) if size.isdecimal() else size, "convert: --max-shard-size")
+            convert(given.path, given.out, given.to, limit)
+            print(f"wrote {given.out}")
+            return 0
+        for line in describe(given.path, given.tensors):
+            print(line)
+        damage = damage_in(given.path)
+        print("damaged:" if damage else "healthy", *damage, sep="\n  " if damage else "")
+        return 1 if damage else 0
