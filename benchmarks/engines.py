@@ -345,11 +345,6 @@ def choose(
 def turns(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
     """The number of the repeat and the contender whose turn it is. Each contender has one turn in every repeat."""
     for repeat in range(repeats):
-        for name in rotated(names, repeat):
+        start = repeat % len(names)  # another begins each time, so that nobody always follows the same neighbour
+        for name in (*names[start:], *names[:start]):
             yield repeat, name
-
-
-def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """The same contenders, each turn beginning with another, so that nobody always follows the same neighbour."""
-    start = turn % len(names)
-    return [*names[start:], *names[:start]]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import Bar, Sample, add_sizes, arguments, begin, no_garbage_collection, over_gloo, print_table, sizes_of, write
+from engines import turns
 from torch import Tensor, nn
 
 import fsdp
@@ -65,21 +66,18 @@ def times(rank: int, sizes: Sizes) -> dict[str, list[tuple[float, float]]]:
         torch.manual_seed(0)
         models[uneven] = fsdp.fully_shard(Tower(sizes), auto_wrap_policy={nn.Linear}, uneven_paths=uneven)
     x = torch.randn(sizes.batch, sizes.width)
-    names = [*found]
     with no_garbage_collection():
-        for repeat in range(WARM_UP + sizes.repeats):
-            for turn in range(len(names)):
-                name = names[(turn + repeat) % len(names)]
-                model = models[name != "without the option"]
-                dist.barrier()
-                began, used = time.perf_counter(), time.thread_time()
-                model(x, kinds(sizes)[name] if rank == 1 else 0).sum().backward()
-                taken = torch.tensor([time.perf_counter() - began, time.thread_time() - used])
-                for parameter in model.parameters():
-                    parameter.grad = None
-                dist.all_reduce(taken, dist.ReduceOp.MAX)
-                if repeat >= WARM_UP:
-                    found[name].append((float(taken[0]), float(taken[1])))
+        for repeat, name in turns([*found], WARM_UP + sizes.repeats):
+            model = models[name != "without the option"]
+            dist.barrier()
+            began, used = time.perf_counter(), time.thread_time()
+            model(x, kinds(sizes)[name] if rank == 1 else 0).sum().backward()
+            taken = torch.tensor([time.perf_counter() - began, time.thread_time() - used])
+            for parameter in model.parameters():
+                parameter.grad = None
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            if repeat >= WARM_UP:
+                found[name].append((float(taken[0]), float(taken[1])))
     return found
 
 
