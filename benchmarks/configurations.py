@@ -3,7 +3,7 @@
 They have weights and no forward, so they cannot be run.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,12 +30,6 @@ class Figures:
     """The output layer is the embedding."""
 
 
-class Norm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
-
-
 class Attention(nn.Module):
     def __init__(self, of: Figures) -> None:
         super().__init__()
@@ -44,7 +38,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(of.hidden, of.key_heads * of.head, bias=False)
         self.o_proj = nn.Linear(of.heads * of.head, of.hidden, bias=False)
         if of.norms_of_heads:
-            self.q_norm, self.k_norm = Norm(of.head), Norm(of.head)
+            self.q_norm, self.k_norm = nn.RMSNorm(of.head), nn.RMSNorm(of.head)
 
 
 class Perceptron(nn.Module):
@@ -66,7 +60,7 @@ class Layer(nn.Module):
             self.experts = nn.ModuleList(Perceptron(of) for _ in range(of.experts))
         else:
             self.mlp = Perceptron(of)
-        self.input_layernorm, self.post_attention_layernorm = Norm(of.hidden), Norm(of.hidden)
+        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(of.hidden), nn.RMSNorm(of.hidden)
 
 
 class Decoder(nn.Module):
@@ -74,7 +68,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(of.vocabulary, of.hidden)
         self.layers = nn.ModuleList(Layer(of) for _ in range(of.layers))
-        self.norm = Norm(of.hidden)
+        self.norm = nn.RMSNorm(of.hidden)
         self.lm_head = nn.Linear(of.hidden, of.vocabulary, bias=False)
         if of.tied:
             self.lm_head.weight = self.embed_tokens.weight
@@ -111,10 +105,6 @@ def units_of(model: nn.Module, kind: type[nn.Module] = Layer) -> list[UnitShapes
     """The root's own first, then one for each module of that kind; a parameter that is tied counts once."""
     inner = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
     inside = {parameter for module in inner.values() for parameter in module.parameters()}
-    own = tuple(tuple(parameter.shape) for parameter in model.parameters() if parameter not in inside)
-    return [UnitShapes("", own), *(UnitShapes(name, tuple(_shapes(module))) for name, module in inner.items())]
-
-
-def _shapes(module: nn.Module) -> Iterator[Shape]:
-    for parameter in module.parameters():
-        yield tuple(parameter.shape)
+    groups = {"": [parameter for parameter in model.parameters() if parameter not in inside]}
+    groups |= {name: list(module.parameters()) for name, module in inner.items()}
+    return [UnitShapes(name, tuple(tuple(one.shape) for one in parameters)) for name, parameters in groups.items()]
