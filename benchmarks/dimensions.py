@@ -19,17 +19,18 @@ import argparse
 import gc
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import host
 import torch
 import torch.distributed as dist
 from common import Bar, Sample, alone, arguments, begin, elsewhere, no_garbage_collection, over_gloo, print_table, write
 from engines import CONTENDERS, TITLES, turns
-from host import COUNTED_UNITS
 from instructions import STEPS, count, count_phases, per_unit
-from step import compare_losses
+from step import compare_losses, of_all_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import (
@@ -80,8 +81,8 @@ class Unit(nn.Module):
         return x + hidden
 
 
-class Runner:
-    """One contender, and its training step cut into phases."""
+class Runner(host.Runner):
+    """The same as in host.py, of units that are spread over the `tp` ranks."""
 
     def __init__(self, name: str, settings: Settings, mesh: DeviceMesh) -> None:
         torch.manual_seed(0)
@@ -102,7 +103,6 @@ class Runner:
         self.losses: list[Tensor] = []
 
     def phases(self) -> Iterator[tuple[str, Callable[[], object]]]:
-        """The phases of one step in order; whoever iterates runs each before asking for the next."""
         loss = torch.empty(0)
 
         def forward() -> None:
@@ -122,12 +122,11 @@ class Runner:
 
 
 def over_processes(rank: int, settings: Settings) -> dict[str, dict[str, list[float]]]:
-    """For each contender, seconds of a step by the clock and of the processor on the slowest rank, and the mean losses."""
+    """For each contender, what `of_all_ranks` says of its steps."""
     mesh = init_device_mesh("cpu", OVER_GLOO, mesh_dim_names=("dp", "tp"))
     runners = {name: Runner(name, settings, mesh) for name in settings.contenders}
     for runner in runners.values():
-        for _ in range(3):
-            runner.step()
+        runner.warm_up()
     gc.freeze()  # what exists by now is not looked through again
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in settings.contenders}
     for _, name in turns(settings.contenders, settings.repeats):
@@ -136,18 +135,7 @@ def over_processes(rank: int, settings: Settings) -> dict[str, dict[str, list[fl
             clock, processor = time.perf_counter(), time.process_time()
             runners[name].step()
             times[name].append((time.perf_counter() - clock, time.process_time() - processor))
-    report = {}
-    for name, runner in runners.items():
-        slowest, losses = torch.tensor(times[name], dtype=torch.float64), torch.stack(runner.losses).double()
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        dist.all_reduce(losses)
-        losses /= dist.get_world_size()
-        report[name] = {
-            "seconds_per_step": slowest[:, 0].tolist(),
-            "processor_seconds_per_step": slowest[:, 1].tolist(),
-            "losses": losses.tolist(),
-        }
-    return report
+    return {name: of_all_ranks(times[name], runner.losses) for name, runner in runners.items()}
 
 
 def on_the_host(settings: Settings) -> dict[str, dict[str, list[float]]]:
@@ -156,22 +144,18 @@ def on_the_host(settings: Settings) -> dict[str, dict[str, list[float]]]:
         mesh = init_device_mesh("cpu", ON_THE_HOST, mesh_dim_names=("dp", "tp"))
         runners = {name: Runner(name, settings, mesh) for name in settings.contenders}
         for runner in runners.values():
-            for _ in range(3):
-                runner.step()
+            runner.warm_up()
         gc.freeze()
-        found: dict[str, dict[str, list[float]]] = {name: {phase: [] for phase in PHASES} for name in settings.contenders}
+        found: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in settings.contenders}
         for _, name in turns(settings.contenders, settings.repeats):
             with no_garbage_collection():
-                for phase, run in runners[name].phases():
-                    processor = time.process_time()
-                    run()
-                    found[name][phase].append(time.process_time() - processor)
+                runners[name].time(into=found[name])
         return found
 
 
 def models(settings: Settings) -> list[Settings]:
     """The model of each contender with few units, and with many."""
-    return [replace(settings, contenders=(name,), units=units) for name in settings.contenders for units in COUNTED_UNITS]
+    return [replace(settings, contenders=(name,), units=units) for name in settings.contenders for units in host.COUNTED_UNITS]
 
 
 def run_under_valgrind(settings: Settings) -> None:
@@ -179,8 +163,7 @@ def run_under_valgrind(settings: Settings) -> None:
         mesh = init_device_mesh("cpu", ON_THE_HOST, mesh_dim_names=("dp", "tp"))
         for one in models(settings):
             runner = Runner(one.contenders[0], one, mesh)
-            for _ in range(3):
-                runner.step()
+            runner.warm_up()
             count_phases(runner)
 
 

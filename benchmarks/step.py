@@ -132,19 +132,19 @@ def work(rank: int, settings: Settings) -> dict[str, dict[str, list[float]]]:
     for _, name in turns(settings.contenders, settings.repeats):
         times[name].append(runners[name].run(batches, settings.steps))
 
-    report = {}
-    for name, runner in runners.items():
-        clock, processor = (column.contiguous() for column in torch.tensor(times[name], dtype=torch.float64).unbind(dim=1))
-        dist.all_reduce(clock, op=dist.ReduceOp.MAX)
-        dist.all_reduce(processor)
-        losses = torch.stack(runner.losses).double()
-        dist.all_reduce(losses)
-        report[name] = {
-            "seconds_per_step": clock.tolist(),
-            "processor_seconds_per_step": processor.tolist(),
-            "losses": (losses / settings.ranks).tolist(),
-        }
-    return report
+    return {name: of_all_ranks(times[name], runner.losses) for name, runner in runners.items()}
+
+
+def of_all_ranks(times: Sequence[tuple[float, float]], losses: list[Tensor]) -> dict[str, list[float]]:
+    """From the times of a rank by the clock and of the processor: those of the slowest rank, and of all ranks together."""
+    clock, processor = (column.contiguous() for column in torch.tensor(times, dtype=torch.float64).unbind(dim=1))
+    dist.all_reduce(clock, op=dist.ReduceOp.MAX)
+    dist.all_reduce(processor)
+    mean = torch.stack(losses).double()
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    seconds = {"seconds_per_step": clock.tolist(), "processor_seconds_per_step": processor.tolist()}
+    return {**seconds, "losses": mean.tolist()}
 
 
 def compare_losses(report: dict[str, dict[str, list[float]]], tolerance: float) -> tuple[float, list[str]]:
