@@ -85,7 +85,7 @@ def make_plan(
             )
     left_alone = _modules_to_ignore(roots, ignored)
     meshes = custom_choice(policy, roots[0], left_alone) if _is_custom(policy) else {}
-    chosen = _chooser(policy, roots[0], left_alone, meshes)
+    chosen = chooser(policy, roots[0], left_alone, meshes)
     _check_classes(policy, roots)
     # some of these may be outside the module
     left_out = set(map(id, _members_of("ignored_params", "parameters", ignored_params, nn.Parameter, Tensor)))
@@ -361,7 +361,7 @@ def _is_custom(policy: Any) -> bool:
     return hasattr(policy, "_run_policy") and not hasattr(policy, "_module_classes")
 
 
-def _chooser(policy: Any, root: nn.Module, ignored: Collection[int], custom: Collection[int]) -> Choice:
+def chooser(policy: Any, root: nn.Module, ignored: Collection[int], custom: Collection[int]) -> Choice:
     """Return the policy as one function of a module's name and the module. `custom`: what a `CustomPolicy` chooses."""
     if policy is None:
         return lambda name, module: False

@@ -15,6 +15,7 @@ from typing import Any, Final
 from torch import nn
 
 from fsdp.building.auto_units import auto_units
+from fsdp.building.choose_units import chooser
 from fsdp.commands.rehearsal.rehearse import Dimensions, Rehearsal
 from fsdp.config import OffloadPolicy, find_strategy
 from fsdp.errors import ShardingError
@@ -101,11 +102,8 @@ class Choice:
         if policy == AUTO or isinstance(policy, NamedUnits):  # units of another size change nothing of what is recomputed
             chosen = auto_units(model, ())
             return [module for module in model.modules() if id(module) in chosen and next(module.children(), None) is not None]
-        if isinstance(policy, set | frozenset | tuple | list):
-            return [module for module in model.modules() if isinstance(module, tuple(policy))]
-        if callable(policy):
-            return [module for name, module in model.named_modules() if name and policy(name, module)]
-        return []
+        is_chosen = chooser(policy, model, (), ())
+        return [module for name, module in model.named_modules() if name and is_chosen(name, module)]
 
 
 def make_dimensions(tp: Sequence[int], ep: Sequence[int], pp: Sequence[int], world_size: int) -> list[Dimensions]:

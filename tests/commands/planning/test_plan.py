@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
 import fsdp
 from fsdp.building.auto_units import auto_units
@@ -183,6 +185,13 @@ def test_larger_units_are_compared_where_latencies_are_most_of_a_step() -> None:
     assert found.candidates[0].rehearsal.seconds == pytest.approx(3e-2, rel=0.1)
     # one unit cannot be checkpointed
     assert [one.choice.title for one in compared(1e-2, checkpointing=[True]).candidates] == ["FULL_SHARD, checkpointed"]
+
+
+def test_units_of_a_policy_of_fsdp1_are_recomputed_as_others_are() -> None:
+    as_function = partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
+    policies: tuple[Any, ...] = ({Block}, ModuleWrapPolicy({Block}), as_function)
+    wanted, *found = ([one.rehearsal for one in plan(units={"blocks": policy}).candidates] for policy in policies)
+    assert found == [wanted] * 2
 
 
 def test_larger_units_below_the_size_of_the_model_are_compared_too() -> None:
