@@ -29,16 +29,16 @@ FRAMES: Final = 12
 """The number of innermost frames of the main thread that are printed."""
 
 
-def answer_questions(first: Callable[[], EngineSnapshot], snapshots: Callable[[], Iterable[EngineSnapshot]]) -> None:
+def answer_questions(snapshots: Callable[[], Iterable[EngineSnapshot]]) -> None:
     """Begin to answer in the folder of FSDP_RUN_DIR, if that is set. A second call in a process does nothing.
 
-    `first`: a snapshot of the first model of the process; `snapshots`: of all.
+    `snapshots`: of all models of the process. There is one already.
     """
     folder = os.environ.get(RUN_DIR)
     if not folder or _answering:
         return
     _answering.append(folder)
-    now = first()
+    now = next(iter(snapshots()))
     answers = RankAnswers(Path(folder), now.rank, now.world_size, snapshots)
     answers.write("")
     threading.Thread(target=answers.run, name="fsdp who", daemon=True).start()
@@ -94,7 +94,6 @@ class RankAnswers:
             "world_size": self._world_size,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "time": time.time(),
             "models": [_describe(one) for one in self._snapshots()],
             "stack": main_stack(sys._current_frames()),
         }
@@ -111,7 +110,6 @@ def _describe(snapshot: EngineSnapshot) -> dict[str, Any]:
     # the innermost unit comes last
     unit = busy[-1] if busy else snapshot.units[0]
     return {
-        "root": snapshot.units[0].name,
         "unit": unit.name if busy else "between two passes",
         "state": unit.state.name if busy else f"backward {snapshot.backward.name}",
         "last": next((calls[-1] for calls in snapshot.collectives.values() if calls), "no collective"),

@@ -63,7 +63,7 @@ def dump_on_signal(number: int = signal.SIGUSR1) -> None:
 def remember(snapshot: Callable[[], EngineSnapshot]) -> None:
     """Add an engine to the dump for as long as it lives. `snapshot` is its bound method."""
     _snapshots.add(weakref.WeakMethod(snapshot, _snapshots.discard))
-    answer_questions(snapshot, living_snapshots)
+    answer_questions(living_snapshots)
     main = threading.current_thread() is threading.main_thread()
     if os.environ.get(DUMP) == "1" and main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         dump_on_signal()

@@ -12,7 +12,7 @@ from fsdp.commands.reporting.numbers import numbers_of
 from fsdp.commands.reporting.rank_trace import missing_ranks, read_traces, refuse_missing
 from fsdp.commands.reporting.report_page import write_page
 from fsdp.commands.reporting.text import lines_of
-from fsdp.commands.reporting.who import answers_in, ask, run_dir_of, table_of
+from fsdp.commands.reporting.who import ask, run_dir_of, table_of
 from fsdp.errors import ShardingError
 
 
@@ -72,7 +72,6 @@ def run_trace(given: argparse.Namespace) -> int:
 def run_who(given: argparse.Namespace) -> int:
     """Run `who`; return the exit status: 0 if every rank has answered."""
     folder = given.run_dir if given.run_dir is not None else run_dir_of(given.pid)
-    known = answers_in(folder)
-    answers = ask(folder, given.timeout)
+    known, answers = ask(folder, given.timeout)
     print("\n".join(table_of(known, answers, given.stacks)))
-    return 0 if len(answers) == max((one["world_size"] for one in known.values()), default=0) else 1
+    return 0 if len(answers) == max(one["world_size"] for one in known.values()) else 1

@@ -59,8 +59,8 @@ def answers_in(folder: Path) -> dict[int, Answer]:
     return answers
 
 
-def ask(folder: Path, timeout: float) -> dict[int, Answer]:
-    """Ask all ranks, and return the answers that have come when all have answered or the time is over."""
+def ask(folder: Path, timeout: float) -> tuple[dict[int, Answer], dict[int, Answer]]:
+    """Ask all ranks. Returns what each had written before, and what has come when all have answered or the time is over."""
     known = answers_in(folder)
     asked = f"{time.time_ns()}"
     with file_errors(f"who: {folder}", folder):
@@ -72,13 +72,13 @@ def ask(folder: Path, timeout: float) -> dict[int, Answer]:
     while True:
         found = {rank: one for rank, one in answers_in(folder).items() if one["asked"] == asked}
         if len(found) >= ranks or time.monotonic() > end:
-            return found
+            return known, found
         time.sleep(_PAUSE)
 
 
 def table_of(known: Mapping[int, Answer], answers: Mapping[int, Answer], stacks: bool) -> list[str]:
     """The lines about all ranks: those that have answered, and those that have not. `known`: what each had written before."""
-    size = max((one["world_size"] for one in known.values()), default=0)
+    size = max(one["world_size"] for one in known.values())
     rows, lines = [], []
     for rank in range(size):
         answer = answers.get(rank)
