@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -41,7 +40,7 @@ import torch.distributed as dist
 
 from fsdp.debug import dump_on_signal
 from tests.support.processes import command, environment
-from tools.failures import APART, LATE, NOT_REACHED, PAGE, PHASES, RECOVERED, STRATEGIES, TOO_LATE, cell, tight
+from tools.failures import APART, LATE, NOT_REACHED, PAGE, PHASES, RECOVERED, STRATEGIES, TOO_LATE, cell, rows_of, tight
 
 if TYPE_CHECKING:
     import hypothesis
@@ -122,14 +121,11 @@ class Drawn(NamedTuple):
 def reached() -> dict[str, list[tuple[str, str]]]:
     """By strategy, the cells of the page's first table in which something fails: what, and in which part of a step."""
     found: dict[str, list[tuple[str, str]]] = {strategy: [] for strategy in STRATEGIES}
-    for line in PAGE.read_text(encoding="utf-8").partition("over gloo")[0].splitlines():
-        names, _, rest = line.strip("| ").partition(" | ")
-        strategies, *cells = rest.split(" | ")
-        for name, strategy in product(names.split("; "), strategies.split(", ")):
-            # after some cells nobody can go on on a mesh, and groups of a new one would be left behind by each
-            phases = PHASES[:3] if strategy == "HYBRID_SHARD" else PHASES
-            if strategy in found and not (strategy == "HYBRID_SHARD" and name in LATE):
-                found[strategy] += [(name, phase) for phase, cell in zip(phases, cells, strict=False) if cell != NOT_REACHED]
+    for (name, strategy), row in rows_of(PAGE.read_text(encoding="utf-8").partition("over gloo")[0]).items():
+        # after some cells nobody can go on on a mesh, and groups of a new one would be left behind by each
+        phases = PHASES[:3] if strategy == "HYBRID_SHARD" else PHASES
+        if not (strategy == "HYBRID_SHARD" and name in LATE):
+            found[strategy] += [(name, phase) for phase in phases if row[phase] != NOT_REACHED]
     return found
 
 
