@@ -54,12 +54,8 @@ def document(recorder: Recorder, info: TraceInfo) -> dict[str, Any]:
     """The whole file, as JSON can hold it."""
     found = [*_lane_names(info), *_slices(recorder, info)]
     found.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0.0), -event.get("dur", 0.0)))
-    return {"displayTimeUnit": "ms", "fsdp": metadata(info), "traceEvents": found}
-
-
-def metadata(info: TraceInfo) -> dict[str, Any]:
-    """The part of the file that Perfetto ignores and the report reads."""
-    return {
+    # the part of the file that Perfetto ignores and the report reads
+    metadata = {
         "version": VERSION,
         "rank": info.rank,
         "world_size": info.world_size,
@@ -70,6 +66,7 @@ def metadata(info: TraceInfo) -> dict[str, Any]:
         "unit_bytes": list(info.unit_bytes),
         "options": info.options,
     }
+    return {"displayTimeUnit": "ms", "fsdp": metadata, "traceEvents": found}
 
 
 def _lane_names(info: TraceInfo) -> Iterator[dict[str, Any]]:
