@@ -39,6 +39,7 @@ def overlap(one: Sequence[Interval], other: Sequence[Interval]) -> float:
 GATHERS = "gathers"
 REDUCTIONS = "reductions"
 OTHERS = "other collectives"
+PARTS = ("computing", "exposed communication", "host of the engine", "rest")
 _KINDS = {"all_gather": GATHERS, "reduce_scatter": REDUCTIONS}
 
 
@@ -72,6 +73,11 @@ class StepNumbers:
     def rest(self) -> float:
         """What is neither computing nor waiting nor the engine's work."""
         return max(0.0, self.length - self.computing - self.waiting - self.engine)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The four parts by name."""
+        return dict(zip(PARTS, (self.computing, self.waiting, self.engine, self.rest), strict=True))
 
     @property
     def own(self) -> float:

@@ -9,7 +9,7 @@ from fsdp.commands.reporting.advice import Advice
 from fsdp.commands.reporting.clocks import Offset
 from fsdp.commands.reporting.formats import milliseconds, size, write_text
 from fsdp.commands.reporting.html import bars, bullets, document, html_table, plot_layout, section
-from fsdp.commands.reporting.numbers import GATHERS, OTHERS, REDUCTIONS, RankNumbers, StepNumbers, inside, lane_of, slowest
+from fsdp.commands.reporting.numbers import GATHERS, OTHERS, PARTS, REDUCTIONS, RankNumbers, StepNumbers, inside, lane_of, slowest
 from fsdp.commands.reporting.rank_trace import RankTrace, Slice
 from fsdp.commands.reporting.text import advice_line, exposed_units
 
@@ -76,9 +76,7 @@ def _headline(numbers: Sequence[RankNumbers], offsets: Sequence[Offset]) -> str:
     peak = max(step.peak for one in numbers for step in one.steps)
     told = [
         ("step", f"{milliseconds(step.length)} ms"),
-        ("computing", f"{step.computing / step.length:.0%}"),
-        ("exposed communication", f"{step.waiting / step.length:.0%}"),
-        ("host of the engine", f"{step.engine / step.length:.0%}"),
+        *((name, f"{part / step.length:.0%}") for name, part in step.parts.items() if name != "rest"),
         ("peak of the engine's memory", size(peak)),
     ]
     if len(numbers) > 1:
@@ -88,30 +86,19 @@ def _headline(numbers: Sequence[RankNumbers], offsets: Sequence[Offset]) -> str:
     return f"<ul class='numbers'>{items}</ul>"
 
 
-def _shares(step: StepNumbers) -> dict[str, float]:
-    return {
-        "computing": step.computing,
-        "exposed communication": step.waiting,
-        "host of the engine": step.engine,
-        "rest": step.rest,
-    }
-
-
 def _parts(numbers: Sequence[RankNumbers]) -> dict[str, Any]:
     ranks = [f"rank {one.rank}" for one in numbers]
-    shares = [_shares(one.typical) for one in numbers]
+    parts = [one.typical.parts for one in numbers]
     data = [
-        bars(name, ranks, [one[name] / 1e3 for one in shares], COLOURS[name], f"%{{y}}: {name} %{{x:.2f}} ms")
-        for name in shares[0]
+        bars(name, ranks, [one[name] / 1e3 for one in parts], COLOURS[name], f"%{{y}}: {name} %{{x:.2f}} ms") for name in PARTS
     ]
     layout = plot_layout(190 + 28 * len(ranks), "milliseconds of a step", barmode="stack", yaxis={"autorange": "reversed"})
     return {"data": data, "layout": layout}
 
 
 def _parts_table(numbers: Sequence[RankNumbers]) -> str:
-    names = list(_shares(numbers[0].typical))
-    rows = [[f"rank {one.rank}", *(milliseconds(part) for part in _shares(one.typical).values())] for one in numbers]
-    return html_table(["", *(f"{name}, ms" for name in names)], rows)
+    rows = [[f"rank {one.rank}", *map(milliseconds, one.typical.parts.values())] for one in numbers]
+    return html_table(["", *(f"{name}, ms" for name in PARTS)], rows)
 
 
 def _exposed(numbers: Sequence[RankNumbers]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from fsdp.commands.reporting.advice import Advice
 from fsdp.commands.reporting.clocks import Offset
 from fsdp.commands.reporting.formats import milliseconds, size, table
-from fsdp.commands.reporting.numbers import RankNumbers, slowest
+from fsdp.commands.reporting.numbers import PARTS, RankNumbers, slowest
 
 MOST_UNITS = 10
 
@@ -36,11 +36,11 @@ def advice_line(one: Advice) -> str:
 
 def _ranks(numbers: Sequence[RankNumbers]) -> Iterator[str]:
     yield "The step of median length on each rank, in milliseconds:"
-    header = ("rank", "steps", "step", "computing", "exposed communication", "host of the engine", "rest", "in flight")
+    header = ("rank", "steps", "step", *PARTS, "in flight")
     rows = []
     for one in numbers:
         step = one.typical
-        times = (step.length, step.computing, step.waiting, step.engine, step.rest, step.communication)
+        times = (step.length, *step.parts.values(), step.communication)
         rows.append([str(one.rank), str(len(one.steps)), *map(milliseconds, times)])
     yield from table(header, rows)
 
