@@ -1,22 +1,18 @@
 """Trains models with attention as rank 0 of a group that sends nothing, and saves what torch's allocator and autograd say."""
 
 import gc
-import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
-from tests.commands.rehearsal.allocator_program import SIZE, allocated
+from tests.commands.rehearsal.allocator_program import SIZE, allocated, be_the_first_of
 from tests.commands.rehearsal.attention_models import MODELS
 from tests.commands.rehearsal.models import Case
 from tests.support.everything import EVERYTHING
@@ -97,16 +93,13 @@ def saved_by(case: Case) -> int:
     return sum(found.values())
 
 
-def main(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=SIZE)
+def run() -> object:
     trained = {
         (name, strategy, recompute): tuple(measure(MODELS[name], strategy, recompute))
         for name, (strategy, recompute) in product(MODELS, WAYS)
     }
-    torch.save((trained, {name: saved_by(case) for name, case in MODELS.items()}), folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return trained, {name: saved_by(case) for name, case in MODELS.items()}
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    be_the_first_of(SIZE, run)

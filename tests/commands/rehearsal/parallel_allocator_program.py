@@ -1,18 +1,12 @@
 """Trains models with torch's parallel styles as rank 0 of a group that sends nothing, and saves peaks of torch's allocator."""
 
 import gc
-import sys
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
 from fsdp.commands.rehearsal.rehearse import Dimensions, rehearse
-from tests.commands.rehearsal.allocator_program import allocated
+from tests.commands.rehearsal.allocator_program import allocated, be_the_first_of
 from tests.commands.rehearsal.parallel_models import PARALLEL, Training, job_of, options_of
 from tests.support.everything import EVERYTHING
 
@@ -40,16 +34,12 @@ def peak_of(name: str, strategy: str, tp: int) -> tuple[int, int]:
     return peak.most, engine
 
 
-def main(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=SIZE)
+def run() -> object:
     # a plan is made beside the groups of a process, which the trainings use afterwards
     case, dimensions = PARALLEL["perceptrons"], Dimensions(tp=2)
     rehearsed = rehearse(job_of(case, 4), options_of(case, "FULL_SHARD", 4, dimensions), dimensions=dimensions)
-    found = {case: peak_of(*case) for case in CASES}
-    torch.save((found, rehearsed), folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return {case: peak_of(*case) for case in CASES}, rehearsed
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    be_the_first_of(SIZE, run)
