@@ -189,8 +189,8 @@ def test_larger_units_are_compared_where_latencies_are_most_of_a_step() -> None:
 
 def test_units_of_a_policy_of_fsdp1_are_recomputed_as_others_are() -> None:
     as_function = partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
-    policies: tuple[Any, ...] = ({Block}, ModuleWrapPolicy({Block}), as_function)
-    wanted, *found = ([one.rehearsal for one in plan(units={"blocks": policy}).candidates] for policy in policies)
+    plans = [plan(units={"blocks": policy}) for policy in ({Block}, ModuleWrapPolicy({Block}), as_function)]
+    wanted, *found = ([one.rehearsal for one in made.candidates] for made in plans)
     assert found == [wanted] * 2
 
 
