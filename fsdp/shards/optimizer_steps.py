@@ -58,7 +58,7 @@ def _without_empty(optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def _parts_of_dtensors(optimizer: Optimizer) -> Iterator[None]:
+def parts_of_dtensors(optimizer: Optimizer) -> Iterator[None]:
     """Inside, this rank's parts of DTensors are in the places of these in an optimizer, with their gradients and state.
 
     An ordinary parameter stays, with its state. Afterwards, what the step has made in the state of a part is the DTensor's.
@@ -159,7 +159,7 @@ def _on_plain_parts(step: Callable[..., Any]) -> Callable[..., Any]:
                 stack.callback(mark_state, optimizer)
                 stack.enter_context(_without_empty(optimizer))
             if others:
-                stack.enter_context(_parts_of_dtensors(optimizer))
+                stack.enter_context(parts_of_dtensors(optimizer))
             with local_operators(), quick_attributes():
                 return step(optimizer, *args, **kwargs)
 

@@ -34,6 +34,8 @@ from fsdp.params.gathered_copies import to_local
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import engines_in
+from fsdp.shards.optimizer_state import ELEMENT_WISE_OPTIMIZERS
+from fsdp.shards.optimizer_steps import parts_of_dtensors
 
 DATA: Final = "dp"
 REPLICATED: Final = ("dp_replicate", "dp_shard")
@@ -362,8 +364,9 @@ def _step(model: nn.Module, passes: Any, optimizer: torch.optim.Optimizer | None
     memory.wait_for_copies()
     memory.hold_gradients(model)
     if optimizer is not None:
-        with memory.optimizing():
-            # without a closure the engine calls the operators of torch's optimizers where no mode sees them
+        # as in a real step, which calls their operators where no mode sees them, if it is given no closure
+        on_parts = parts_of_dtensors(optimizer) if isinstance(optimizer, ELEMENT_WISE_OPTIMIZERS) else nullcontext()
+        with memory.optimizing(), on_parts:
             optimizer.step(*([_no_loss] if type(optimizer).__module__.startswith("torch.optim") else []))
         memory.hold(OPTIMIZER_STATE, bytes_of(value for values in optimizer.state.values() for value in values.values()))
     model.zero_grad()
