@@ -99,8 +99,25 @@ def worlds(size: int) -> list[Pair]:
 
 
 def sample() -> list[Pair]:
-    """Every third pair."""
-    return [pair for pair in worlds(2) if crc32(f"{pair.act}, {pair.moment}".encode()) % 3 == 0]
+    """Every third pair, and some always: through all doors, or on the unit that is not that of the hook or recompute."""
+    third = [pair for pair in worlds(2) if crc32(f"{pair.act}, {pair.moment}".encode()) % 3 == 0]
+    doors = [pair for act, moment in THROUGH_ALL_DOORS for pair in pairs(act, moment)]
+    other = [Pair(act, moment, block, "FULL_SHARD") for (moment, block), acts in ON_ANOTHER_UNIT.items() for act in acts]
+    return list(dict.fromkeys([*third, *doors, *other]))
+
+
+THROUGH_ALL_DOORS: Final = (
+    ("optimizer.step()", "between micro-batches"),
+    ("set p.grad to ones", "between micro-batches"),
+    ("set p.grad_dtype", "before a forward"),
+)
+ON_ANOTHER_UNIT: Final = {
+    ("in a tensor hook", 1): (
+        *("optimizer.step()", "clip the gradients", "optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"),
+        *("scale p.grad in place", "freeze a parameter", "evaluate the model", "evaluate one module"),
+    ),
+    ("in a recompute", 0): ("optimizer.step()",),
+}
 
 
 def outcome(pair: Pair) -> tuple[str, Verdict]:

@@ -1,4 +1,7 @@
-"""What a user does between two hooks of the engine: right as in plain torch, or refused by a sentence before anything moves."""
+"""What a user does between two hooks of the engine: right as in plain torch, or refused by a sentence before anything moves.
+
+Each single act at each moment is in tests/acts.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -171,22 +174,6 @@ def unsynced(model: nn.Module) -> Iterator[None]:
             yield
 
 
-@pytest.mark.parametrize("door", DOORS)
-@on_ranks(2)
-def test_a_step_while_gradients_are_kept_under_no_sync_is_refused(rank: int, door: str) -> None:
-    model = DOORS[door](Net())
-    optimizer = torch.optim.AdamW(model.parameters())
-    before = weights(model)
-    with unsynced(model):
-        model(data(rank)).sum().backward()
-    with pytest.raises(fsdp.ShardingError, match=r"AdamW\.step: the gradient of '.*' is kept under no_sync"):
-        optimizer.step()
-    assert_close(weights(model), before, within=0)
-    model(data(rank)).sum().backward()
-    optimizer.step()
-    assert float((weights(model)["first.weight"] - before["first.weight"]).abs().max()) > 0
-
-
 @pytest.mark.parametrize("by_name", [True, False])
 def test_a_closure_may_have_the_backward_that_reduces_what_no_sync_has_kept(by_name: bool) -> None:
     def train(model: nn.Module, parts: Any) -> dict[str, Tensor]:
@@ -275,57 +262,7 @@ def test_gradients_that_are_kept_can_be_zeroed_and_then_steps_go_on(strategy: st
         assert_close(found, dict(plain.state_dict()))
 
 
-@pytest.mark.parametrize("door", ["NO_SHARD", "DDP", "FULL_SHARD"])
-@on_ranks(2)
-def test_a_gradient_that_is_replaced_between_micro_batches_is_refused(rank: int, door: str) -> None:
-    model = DOORS[door](Net())
-    with unsynced(model):
-        model(data(rank)).sum().backward()
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    with pytest.raises(fsdp.ShardingError, match=r"was replaced while gradients are kept under no_sync"):
-        model(data(rank)).sum().backward()
-
-
 # inside a backward ----------------------------------------------------------------------------
-
-
-def in_tensor_hook(act: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> Callable[[int], None]:
-    def fn(rank: int) -> None:
-        model = natively("FULL_SHARD")(Net())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(data(rank)).sum().backward()
-        before = [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
-        handle = model.second.weight.register_hook(lambda gradient: (act(model, optimizer), None)[1])
-        with pytest.raises(fsdp.ShardingError, match=r"tensor hook|in a hook of this backward|inside a backward"):
-            model(data(rank)).sum().backward()
-        handle.remove()
-        for p, gradient in zip(model.parameters(), before, strict=True):
-            p.requires_grad_(True)
-            if p.grad is not None:
-                assert p.grad.shape == p.shape and local(p.grad).shape == gradient.shape
-        optimizer.zero_grad()
-        model(data(rank)).sum().backward()
-        assert all(map(torch.allclose, before, [local(p.grad) for p in model.parameters() if p.grad is not None]))
-
-    return fn
-
-
-ACTS: Final[dict[str, Callable[[Any, Any], Any]]] = {
-    "a step": lambda model, optimizer: optimizer.step(),
-    "clipping": lambda model, optimizer: fsdp.clip_grad_norm_(model, 1.0),
-    "zero_grad": lambda model, optimizer: optimizer.zero_grad(),
-    "zero_grad in place": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-    "another gradient": lambda model, optimizer: model.first.weight.grad.mul_(2),
-    "freezing another": lambda model, optimizer: model.first.weight.requires_grad_(False),
-    "an evaluation": lambda model, optimizer: torch.no_grad()(model)(data(0)),
-    "a forward of one module": lambda model, optimizer: model.first(data(0)),
-}
-
-
-@pytest.mark.parametrize("act", ACTS)
-def test_what_needs_the_gradients_of_this_backward_is_refused_in_a_tensor_hook(act: str) -> None:
-    fsdp.simulate(2, in_tensor_hook(ACTS[act]))
 
 
 class Hooked(nn.Module):
@@ -433,26 +370,6 @@ def test_a_hook_that_is_removed_before_it_has_run_is_refused(rank: int, door: st
     net.act = register(lambda tensor: None).remove
     with pytest.raises(fsdp.ShardingError, match=r"a hook of .* was removed inside a backward"):
         model(torch.ones(2, 4)).sum().backward()
-
-
-@on_ranks(2)
-def test_a_step_in_a_recompute_is_refused(rank: int) -> None:
-    model = natively("FULL_SHARD")(Net(checkpointed=True))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    calls: list[int] = []
-
-    def step_in_recompute(*_: Any) -> None:
-        calls.append(0)
-        if len(calls) == 2:
-            optimizer.step()
-
-    handle = model.second.register_forward_pre_hook(step_in_recompute)
-    loss = model(data(rank)).sum()
-    with pytest.raises(fsdp.ShardingError, match=r"SGD\.step: inside a backward the gradient of"):
-        loss.backward()
-    handle.remove()
-    model(data(rank)).sum().backward()
-    optimizer.step()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -642,20 +559,6 @@ def test_a_gradient_of_another_dtype_is_refused_when_the_model_is_wrapped(rank: 
     net.second.weight.grad_dtype = torch.float32
     with pytest.raises(fsdp.ShardingError, match=r"weight' has grad_dtype torch\.float32"):
         DOORS[door](net)
-
-
-@pytest.mark.parametrize("door", DOORS)
-@on_ranks(2)
-def test_a_gradient_of_another_dtype_is_refused_when_it_is_asked_for(rank: int, door: str) -> None:
-    model = DOORS[door](Net().bfloat16())
-    with pytest.raises(fsdp.ShardingError, match=r"grad_dtype of '.*': its reduced gradient is torch\.bfloat16"):
-        for p in model.parameters():
-            p.grad_dtype = torch.float32
-        model(data(rank).bfloat16())
-    for p in model.parameters():
-        p.grad_dtype = torch.bfloat16
-    model(data(rank).bfloat16()).sum().backward()
-    assert all(p.grad is None or p.grad.dtype is torch.bfloat16 for p in model.parameters())
 
 
 @pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
