@@ -25,6 +25,7 @@ from tests.support.models import (
     Block,
     Gradients,
     assert_close,
+    assert_grads_as_plain,
     gradients_of,
     is_at_rest,
     join,
@@ -71,16 +72,7 @@ class Chain(nn.Module):
 
 @pytest.mark.parametrize("returns", ["output", "the input", "a view of the input"])
 def test_a_frozen_weight_stays_unsharded_until_the_backward_has_left_its_unit(returns: str) -> None:
-    def fn(rank: int) -> dict[str, Tensor | None]:
-        model = fsdp.fully_shard(Chain(returns), auto_wrap_policy={FrozenFirst})
-        loss_of(model(X)).backward()
-        assert is_at_rest(model)
-        return {name: p.grad for name, p in model.named_parameters()}
-
-    by_rank, plain = fsdp.simulate(2, fn), Chain(returns)
-    loss_of(plain(X)).backward()
-    found = {name: join([one[name] for one in by_rank], p.shape) for name, p in plain.named_parameters()}
-    assert_close(found, {name: p.grad for name, p in plain.named_parameters()})
+    assert_grads_as_plain(lambda: Chain(returns), lambda model: loss_of(model(X)).backward(), auto_wrap_policy={FrozenFirst})
 
 
 class Stack(nn.Module):
@@ -115,19 +107,12 @@ def test_a_unit_is_left_before_the_next_one_is_reached(prefetch: int) -> None:
     assert max(fsdp.simulate(2, fn)) <= prefetch + 1
 
 
-@on_ranks(1)
-def test_an_output_that_is_used_twice_is_reduced_once(rank: int) -> None:
-    model = fsdp.fully_shard(Stack(), auto_wrap_policy={Block})
-    output = model(X)
-    (loss_of(output) + loss_of(output * 2)).backward()
-    assert is_at_rest(model)
-    plain = Stack()
-    output = plain(X)
-    (loss_of(output) + loss_of(output * 2)).backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        assert torch.allclose(one.grad, other.grad, rtol=1e-5, atol=1e-7)
+def test_an_output_that_is_used_twice_is_reduced_once() -> None:
+    def train(model: nn.Module) -> None:
+        output = model(X)
+        (loss_of(output) + loss_of(output * 2)).backward()
+
+    assert_grads_as_plain(Stack, train, size=1, auto_wrap_policy={Block})
 
 
 class AccumulatedGrad(nn.Module):
@@ -169,21 +154,18 @@ def test_a_backward_may_begin_at_what_a_hook_has_carried_off_from_a_unit_in_a_re
 ) -> None:
     """It came past the outer units, whose memory an earlier backward had given back: the process ended."""
 
-    def trained(model: Checkpointed, sharded: bool) -> dict[str, Tensor | None]:
-        kept: list[Tensor] = []
+    def make() -> nn.Module:
+        model = Checkpointed(levels, returns)
         show: dict[str, Any] = {"output": lambda _, y: y, "an input": lambda _, y: y[0], "an attribute": lambda m, _: m.aux}
+        kept: list[Tensor] = model.__dict__.setdefault("kept", [])
         model.inner.register_forward_hook(lambda module, args, output: kept.append(show[returns](module, output)))
-        if sharded:
-            fsdp.fully_shard(model, auto_wrap_policy={AccumulatedGrad})
-        model(X).sum().backward(retain_graph=True)
-        kept[0].square().mean().backward()
-        assert not sharded or is_at_rest(model)
-        return {name: p.grad for name, p in model.named_parameters()}
+        return model
 
-    plain = Checkpointed(levels, returns)
-    by_rank = fsdp.simulate(2, lambda rank: trained(Checkpointed(levels, returns), sharded=True))
-    found = {name: join([one[name] for one in by_rank], p.shape) for name, p in plain.named_parameters()}
-    assert_close(found, trained(plain, sharded=False))
+    def train(model: Any) -> None:
+        model(X).sum().backward(retain_graph=True)
+        model.kept[0].square().mean().backward()
+
+    assert_grads_as_plain(make, train, auto_wrap_policy={AccumulatedGrad})
 
 
 def test_evaluation_collects_nothing() -> None:
@@ -427,10 +409,7 @@ SEEN: dict[str, Callable[[Side, list[Tensor]], RemovableHandle]] = {
 
 @pytest.mark.parametrize("way", [*LEFT, *SEEN, "a deque", "values"])
 def test_a_backward_may_begin_at_what_a_unit_leaves_behind(way: str) -> None:
-    def trained(sharded: bool) -> Gradients:
-        model = beside_a_side(way)
-        if sharded:
-            fsdp.fully_shard(model, auto_wrap_policy={Side, Rest})
+    def train(model: nn.Sequential) -> None:
         unit: Any = model[1]
         kept: list[Tensor] = []
         for _ in range(2):
@@ -443,10 +422,8 @@ def test_a_backward_may_begin_at_what_a_unit_leaves_behind(way: str) -> None:
                 aux = LEFT[way](unit)
             aux.backward()
             del aux
-        return gradients_of(model)
 
-    found = fsdp.simulate(2, lambda rank: trained(sharded=True))
-    assert_close(join_all(found, dict(beside_a_side(way).named_parameters())), trained(sharded=False))
+    assert_grads_as_plain(lambda: beside_a_side(way), train, auto_wrap_policy={Side, Rest})
 
 
 class Beside(nn.Module):
@@ -596,11 +573,11 @@ def test_the_gradient_of_an_output_with_a_hook_enters_no_unit(rank: int) -> None
 def test_a_graph_may_come_from_another_thread() -> None:
     """Autograd runs nodes by numbers of the threads that made them: here those before the unit ahead of those of the unit."""
 
-    def trained(sharded: bool) -> Gradients:
+    def make() -> nn.Module:
         torch.manual_seed(0)
-        model = nn.Sequential(Derived(), nn.Linear(6, 6))
-        if sharded:
-            fsdp.fully_shard(model, auto_wrap_policy={Derived})
+        return nn.Sequential(Derived(), nn.Linear(6, 6))
+
+    def train(model: nn.Module) -> None:
         start = torch.ones(6, requires_grad=True)
 
         def chain(x: Tensor) -> Tensor:
@@ -611,11 +588,8 @@ def test_a_graph_may_come_from_another_thread() -> None:
         with ThreadPoolExecutor(1) as thread:
             x = thread.submit(chain, X * start).result()
         loss_of(model(x)).backward()
-        return gradients_of(model)
 
-    found = fsdp.simulate(2, lambda rank: trained(sharded=True))
-    like = dict(nn.Sequential(Derived(), nn.Linear(6, 6)).named_parameters())
-    assert_close(join_all(found, like), trained(sharded=False))
+    assert_grads_as_plain(make, train, auto_wrap_policy={Derived})
 
 
 class Equilibrium(nn.Module):
@@ -641,17 +615,12 @@ class Equilibrium(nn.Module):
 def test_a_hook_on_an_output_may_run_a_backward_through_the_unit(strategy: str) -> None:
     """Autograd runs the hooks of a tensor before those of its node. The unit was not gathered in them."""
 
-    def trained(sharded: bool) -> Gradients:
+    def make() -> nn.Module:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 6), Equilibrium(), Equilibrium())
-        if sharded:
-            fsdp.fully_shard(model, auto_wrap_policy={Equilibrium}, sharding_strategy=strategy)
-        model(X).square().mean().backward()
-        return gradients_of(model)
+        return nn.Sequential(nn.Linear(6, 6), Equilibrium(), Equilibrium())
 
-    found = fsdp.simulate(2, lambda rank: trained(sharded=True))
-    like = dict(nn.Sequential(nn.Linear(6, 6), Equilibrium(), Equilibrium()).named_parameters())
-    assert_close(join_all(found, like), trained(sharded=False))
+    options: dict[str, Any] = {"auto_wrap_policy": {Equilibrium}, "sharding_strategy": strategy}
+    assert_grads_as_plain(make, lambda model: model(X).square().mean().backward(), **options)
 
 
 class TwoArguments(nn.Module):

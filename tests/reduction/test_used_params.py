@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp.autograd.frames import in_backward
-from tests.support.models import assert_close, gradients_of, is_at_rest, join_all
+from tests.support.models import assert_close, assert_grads_as_plain, gradients_of, is_at_rest, join_all
 from tests.support.ranks import on_ranks
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
@@ -69,17 +69,8 @@ class ThreeCalls(nn.Module):
 def test_a_remainder_waits_until_the_first_reduction_has_left_the_bucket(streams: int, seed: int) -> None:
     """With a lane free it was filled while the first was on its way, which gave back the memory under the second."""
 
-    def fn(rank: int) -> dict[str, Tensor | None]:
-        policy = fsdp.ReductionPolicy(streams=streams)
-        model = fsdp.fully_shard(ThreeCalls(), auto_wrap_policy={InnerLinear}, reduction=policy)
-        model(X).sum().backward()
-        assert is_at_rest(model)
-        return gradients_of(model)
-
-    plain = ThreeCalls()
-    plain(X).sum().backward()
-    found = fsdp.simulate(2, fn, seed=seed)
-    assert_close(join_all(found, dict(plain.named_parameters())), gradients_of(plain))
+    options: dict[str, Any] = {"auto_wrap_policy": {InnerLinear}, "reduction": fsdp.ReductionPolicy(streams=streams)}
+    assert_grads_as_plain(ThreeCalls, lambda model: model(X).sum().backward(), seed=seed, **options)
 
 
 class OnOneRank(Portions):

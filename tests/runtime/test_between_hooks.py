@@ -19,7 +19,7 @@ from fsdp.compat.fully_shard import fully_shard
 from fsdp.compat.torch_fsdp import FullyShardedDataParallel
 from fsdp.runtime.registry import unit_ref_of
 from tests.runtime import forks
-from tests.support.models import Gradients, assert_close, gradients_of, join_all, local
+from tests.support.models import assert_close, assert_grads_as_plain, join_all, local
 from tests.support.processes import results_of
 from tests.support.ranks import on_ranks
 
@@ -638,12 +638,8 @@ def test_a_function_reads_a_parameter_as_a_module_does(strategy: str) -> None:
     def penalty(module: nn.Module) -> Tensor:
         return sum(module._parameters[name].square().sum() for name in ("weight", "bias"))  # type: ignore[union-attr, return-value]
 
-    def trained(net: nn.Module) -> Gradients:
-        net(data(0)).sum().backward()
-        return gradients_of(net)
-
-    found = fsdp.simulate(2, lambda rank: trained(natively(strategy)(Reads())))
-    assert_close(join_all(found, dict(Reads().named_parameters())), trained(Reads()))
+    options: dict[str, Any] = {"auto_wrap_policy": {nn.Linear}, "sharding_strategy": strategy}
+    assert_grads_as_plain(Reads, lambda model: model(data(0)).sum().backward(), **options)
 
 
 @on_ranks(2)

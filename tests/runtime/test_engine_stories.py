@@ -1,6 +1,6 @@
 """What the engine once got wrong, each as short as it can be told."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,12 +11,8 @@ import fsdp
 from fsdp.comm.simulated import simulate
 from fsdp.runtime.registry import unit_ref_of
 from state_machine import Event
-from tests.support.models import Gradients, assert_close, gradients_of, is_at_rest, join_all
+from tests.support.models import assert_grads_as_plain, is_at_rest
 from tests.support.ranks import on_ranks
-
-
-def assert_gradients(by_rank: Sequence[Gradients], plain: nn.Module) -> None:
-    assert_close(join_all(by_rank, dict(plain.named_parameters())), gradients_of(plain))
 
 
 class UsedInTwoCheckpoints(nn.Module):
@@ -38,15 +34,7 @@ class UsedInTwoCheckpoints(nn.Module):
 def test_a_gradient_from_a_reentrant_checkpoint_inside_the_unit_is_not_the_last_one() -> None:
     """It came in a backward of the checkpoint's own; freeing then took the weight away under the other checkpoint."""
     x = torch.linspace(-1, 1, 6).view(2, 3)
-    plain = UsedInTwoCheckpoints()
-    plain(x).sum().backward()
-
-    def one_rank(rank: int) -> Gradients:
-        model = fsdp.fully_shard(UsedInTwoCheckpoints())
-        model(x).sum().backward()
-        return gradients_of(model)
-
-    assert_gradients(simulate(2, one_rank), plain)
+    assert_grads_as_plain(UsedInTwoCheckpoints, lambda model: model(x).sum().backward())
 
 
 class CheckpointsWhatNeedsGrad(nn.Module):
@@ -73,15 +61,7 @@ def test_gradients_from_a_checkpoint_of_one_forward_do_not_complete_another_forw
         loss = model(x).sum()
         (loss + model(x.clone().requires_grad_()).sum()).backward()
 
-    plain = CheckpointsWhatNeedsGrad()
-    train(plain)
-
-    def one_rank(rank: int) -> Gradients:
-        model = fsdp.fully_shard(CheckpointsWhatNeedsGrad(), reshard_after_forward=True)
-        train(model)
-        return gradients_of(model)
-
-    assert_gradients(simulate(2, one_rank), plain)
+    assert_grads_as_plain(CheckpointsWhatNeedsGrad, train, reshard_after_forward=True)
 
 
 def test_autograd_grad_of_an_input_that_is_a_leaf() -> None:
@@ -157,16 +137,11 @@ class EditsWhatItGets(nn.Module):
 def test_a_unit_is_reached_through_a_returned_view_that_was_edited_in_place() -> None:
     """The edit gives the view a new node; only the one behind its base is sure to be entered before the unit."""
     x = torch.linspace(-1, 1, 6).view(2, 3)
-    plain = EditsWhatItGets()
-    plain(x).sum().backward()
 
-    def one_rank(rank: int) -> tuple[Gradients, list[Event]]:
-        model = fsdp.fully_shard(EditsWhatItGets(), auto_wrap_policy={nn.Linear})
+    def train(model: nn.Module) -> None:
         model(x).sum().backward()
-        sharded = unit_ref_of(model.second)
-        return gradients_of(model), list(sharded.engine.root.lifecycles[sharded.index].story)
+        if sharded := unit_ref_of(model.second):
+            story = list(sharded.engine.root.lifecycles[sharded.index].story)
+            assert story.index(Event.PRE_BACKWARD) < story.index(Event.GRAD_ACCUMULATED)
 
-    found = simulate(2, one_rank)
-    assert_gradients([gradients for gradients, _ in found], plain)
-    for _, story in found:
-        assert story.index(Event.PRE_BACKWARD) < story.index(Event.GRAD_ACCUMULATED)
+    assert_grads_as_plain(EditsWhatItGets, train, auto_wrap_policy={nn.Linear})

@@ -284,6 +284,22 @@ def joined(by_rank: Sequence[Trained], like: nn.Module) -> Trained:
     return Trained(gradients, {name: weight for name, weight in weights.items() if weight is not None})
 
 
+def assert_grads_as_plain(
+    make: Callable[[], nn.Module], train: Callable[[Any], object], size: int = 2, seed: int = 0, **options: Any
+) -> None:
+    """What a training on the same data leaves in `.grad` of a plain module, and of one that `size` ranks have sharded."""
+
+    def one_rank(rank: int) -> Gradients:
+        model = fsdp.fully_shard(make(), **options)
+        train(model)
+        assert is_at_rest(model)
+        return gradients_of(model)
+
+    plain = make()
+    train(plain)
+    assert_close(join_all(fsdp.simulate(size, one_rank, seed), dict(plain.named_parameters())), gradients_of(plain))
+
+
 def distance(one: Tensor, other: Tensor) -> float:
     """The largest difference, in units of the largest value of `other`."""
     if not other.numel():
