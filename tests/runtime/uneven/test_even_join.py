@@ -200,12 +200,12 @@ def test_a_communication_hook_divides_by_all_ranks_too(rank: int) -> None:
         pass
 
 
-@pytest.mark.parametrize("options", [{}, REPLICATED], ids=["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("options", [{}, REPLICATED, {"uneven_paths": True}], ids=["FULL_SHARD", "NO_SHARD", "uneven paths"])
 @on_ranks(2)
 def test_all_ranks_may_stop_with_the_first(rank: int, options: dict[str, Any]) -> None:
     model = fsdp.fully_shard(Net(1), sync_module_states=True, **options)
     taken = 0
-    stops = pytest.raises(fsdp.InputsExhausted, match="rank 0 had no further batch")
+    stops = pytest.raises(fsdp.InputsExhausted, match="rank 0 had no further batch while others had; all ranks stop")
     with stops, fsdp.join(model, lambda: None, stops_at_first=True) as joined:
         for _ in range(2 + rank):
             loss_of(model(batch(rank, 0))).backward()

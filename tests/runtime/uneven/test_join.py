@@ -103,18 +103,6 @@ def test_each_rank_steps_by_itself_where_nothing_is_sharded() -> None:
         assert_close(found, {name: p.detach() for name, p in plain.named_parameters()})
 
 
-def test_all_ranks_stop_when_one_has_no_further_batch() -> None:
-    def run(rank: int) -> None:
-        model = make(**UNEVEN)
-        with fsdp.join(model, lambda: None, stops_at_first=True):
-            for number in range(2 + rank):
-                model(batch(number, 0, rank), ALL).sum().backward()
-
-    assert set(told(3, run)) == {
-        "InputsExhausted: inside join, rank 0 had no further batch while others had; all ranks stop",
-    }
-
-
 def test_a_rank_that_trains_outside_of_the_join_is_named() -> None:
     def run(rank: int) -> None:
         model = make(**UNEVEN)

@@ -81,10 +81,12 @@ def test_no_accesses_race(story: Story, strategy: str) -> None:
 
 def test_a_race_is_found_when_any_wait_of_this_package_is_left_out() -> None:
     # `gathering` itself waits for the last reader of released memory, and a passive gather uses memory of its own
+    # two ranks are quicker than four, on which alone the waits of `finish` are missed
     sites = [
         site
         for site in harness_of(different_paths, "HYBRID_SHARD").sites
         if site.where.startswith(("GatherOrder", "CommonPath")) and site.what != "gathering"
     ]
     assert len(sites) == 5, sites
-    assert not [site for site in sites if not harness_of(different_paths, "HYBRID_SHARD", site).races]
+    worlds = ["HYBRID_SHARD" if site.where.startswith("GatherOrder.finish") else "FULL_SHARD" for site in sites]
+    assert not [site for site, world in zip(sites, worlds, strict=True) if not harness_of(different_paths, world, site).races]
