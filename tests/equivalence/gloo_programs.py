@@ -190,12 +190,6 @@ def swaps(rank: int, steps: int) -> Told:
     return told_in(lambda: loss_of(model(torch.ones(2, 6))).backward())
 
 
-def used_outside(rank: int) -> list[dict[str, torch.Tensor]]:
-    """One rank's loss uses a parameter that all ranks have read outside its unit."""
-    size = dist.get_world_size() if dist.is_initialized() else 2
-    return [outside.trained(rank, size, (0,), strategy) for strategy in ("FULL_SHARD", "SHARD_GRADIENTS")]
-
-
 def shard_on_one_rank(rank: int) -> Told:
     """After steps alike, rank 0 alone reads its shard before the forward, and its loss uses it."""
     model = outside.wrapped(dist.get_world_size(), "FULL_SHARD", reads=False)
@@ -309,7 +303,6 @@ OTHERS: Final[dict[str, Callable[[int], Any]]] = {
     "built differently": built_differently,
     "hooked": hooked,
     "uneven": uneven,
-    "used outside": used_outside,
     **COMPRESSED,
 }
 

@@ -18,7 +18,6 @@ from fsdp.debug.error_notes import MARK
 from tests.equivalence.compressed_programs import STEPS as COMPRESSED_STEPS
 from tests.equivalence.gloo_programs import ALONE, BF16, DISAGREE, EXACT, FOUR, HOOKS, LIMIT, OTHERS, SGD, TRAININGS, trained
 from tests.equivalence.unheard_programs import UNHEARD
-from tests.support import outside
 from tests.support.everything import EVERYTHING
 from tests.support.models import CASES, Case, assert_close, assert_trained_alike, join, joined, loss_of, reference, train
 from tests.support.processes import beside_each_other, end_all, start_rank
@@ -146,12 +145,6 @@ def test_ranks_that_finish_first_serve_the_others(ranks: list[dict[str, Any]]) -
     for one, other in zip(ranks, fsdp.simulate(size, OTHERS["uneven"]), strict=True):
         assert_close({name: one["uneven"][name] for name in wanted}, {**wanted})
         assert all(torch.equal(one["uneven"][name], other[name]) for name in wanted)
-
-
-def test_a_value_read_outside_its_unit_may_reach_the_loss_of_one_rank_only(ranks: list[dict[str, Any]]) -> None:
-    for one in ranks:
-        for found in one["used outside"]:
-            assert_close(found, {**outside.plain(len(ranks), (0,))})
 
 
 @pytest.mark.parametrize(("name", "options"), [("delayed", {}), ("delayed, deterministic", {"reduction": EXACT})])

@@ -43,7 +43,6 @@ def of_one_group(rank: int, size: int) -> dict[str, Any]:
     found["replicas"] = sharded(rank, draw_program(0, size), sharding_strategy="NO_SHARD")
     found["failure"] = failing(rank)
     found["joined"] = weights_after(rank, 1, size, False, "before")
-    found["stepping"] = stepping(rank)
     found["waiting"] = waiting(rank, size)
     found["skipping"] = skipping(rank)  # the ranks cannot communicate after it
     return found
@@ -111,22 +110,6 @@ def waiting(rank: int, size: int) -> tuple[str, float]:
     model.zero_grad()
     model(batch(1, 0, rank), waiting_hops(rank, size)).sum().backward()
     return said, float(fsdp.clip_grad_norm_(model, 1.0))
-
-
-def stepping(rank: int) -> str:
-    """Rank 1 evaluates before its optimizer steps, and the others do not."""
-    model = model_of(uneven_paths=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(batch(0, 0, rank), [Hop(0)]).sum().backward()
-    if rank == 1:
-        with torch.no_grad():
-            model(batch(0, 1, rank), [Hop(0)])
-    optimizer.step()
-    try:
-        fsdp.empty_backward(model)
-    except fsdp.ShardingError as error:
-        return str(error)
-    return ""
 
 
 if __name__ == "__main__":
