@@ -157,7 +157,7 @@ def train(model: nn.Module, fails: bool = False) -> None:
     for step in range(3):
         x = batch(step).requires_grad_()
         if fails and step == 1:
-            x.register_hook(_break)
+            x.register_hook(fail_backward)
         try:
             loss_of(model(x)).backward()
         except Broken:
@@ -166,7 +166,7 @@ def train(model: nn.Module, fails: bool = False) -> None:
         optimizer.zero_grad()
 
 
-def _break(gradient: Tensor) -> None:
+def fail_backward(gradient: Tensor) -> None:
     raise Broken
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.passes import Passes
-from tests.device.test_races import BLOCKS, OPTIONS, STRATEGIES
+from tests.device.test_races import BLOCKS, OPTIONS, STRATEGIES, Broken, fail_backward
 from tests.support.accelerator.device import NAME, Scheduler, failing_allocation, host_waits, load
 from tests.support.accelerator.stories import STORIES, first_difference, on_accelerator, on_host
 from tests.support.accelerator.world import run
@@ -141,14 +141,6 @@ def test_each_allocation_of_a_step_may_fail_once(strategy: str) -> None:
             assert all(torch.equal(weights[name], value) for name, value in wanted.items()), number
 
 
-class Broken(Exception):
-    pass
-
-
-def _break(gradient: Tensor) -> None:
-    raise Broken
-
-
 def _clip(model: nn.Module) -> None:
     fsdp.clip_grad_norm_(model, 1.0)
 
@@ -190,7 +182,7 @@ def test_nothing_begins_while_autograd_cleans_up_after_a_backward(
         for step in range(3):
             x = batch(rank, step, device).requires_grad_()
             if fails and step == 1:
-                x.register_hook(_break)
+                x.register_hook(fail_backward)
                 with pytest.raises(Broken):
                     loss_of(model(x)).backward()
                 begun[rank].wait(0.2)  # until the thread is in the middle of it, if it does it

@@ -13,7 +13,7 @@ import fsdp
 from fsdp.comm.work import Work
 from fsdp.reduction.in_flight import ReductionQueue
 from fsdp.runtime.passes import Passes
-from tests.device.test_races import BF16, HALF, STRATEGIES, Broken, batch, net, reduced_part, sgd
+from tests.device.test_races import BF16, HALF, STRATEGIES, Broken, batch, fail_backward, net, reduced_part, sgd
 from tests.support.accelerator.device import NAME, Scheduler
 from tests.support.accelerator.world import run
 from tests.support.models import ALONE, loss_of, promised
@@ -111,16 +111,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
 def fail(model: nn.Module) -> None:
     """A backward that fails at its end. Autograd's thread may still drop its graph when this returns."""
     x = batch(1).requires_grad_()
-    x.register_hook(_break)
+    x.register_hook(fail_backward)
     try:
         loss_of(model(x)).backward()
     except Broken:
         return
     raise AssertionError("the backward did not fail")
-
-
-def _break(gradient: Tensor) -> None:
-    raise Broken
 
 
 class Taken(NamedTuple):
