@@ -99,11 +99,9 @@ def worlds(size: int) -> list[Pair]:
 
 
 def sample() -> list[Pair]:
-    """Every third pair, and some always: through all doors, or on the unit that is not that of the hook or recompute."""
+    """Every third pair, and those of `REFUSED`."""
     third = [pair for pair in worlds(2) if crc32(f"{pair.act}, {pair.moment}".encode()) % 3 == 0]
-    doors = [pair for act, moment in THROUGH_ALL_DOORS for pair in pairs(act, moment)]
-    other = [Pair(act, moment, block, "FULL_SHARD") for (moment, block), acts in ON_ANOTHER_UNIT.items() for act in acts]
-    return list(dict.fromkeys([*third, *doors, *other]))
+    return list(dict.fromkeys([*third, *REFUSED]))
 
 
 THROUGH_ALL_DOORS: Final = (
@@ -118,6 +116,11 @@ ON_ANOTHER_UNIT: Final = {
     ),
     ("in a recompute", 0): ("optimizer.step()",),
 }
+REFUSED: Final = (
+    *(pair for act, moment in THROUGH_ALL_DOORS for pair in pairs(act, moment)),
+    *(Pair(act, moment, block, "FULL_SHARD") for (moment, block), acts in ON_ANOTHER_UNIT.items() for act in acts),
+)
+"""Pairs that are refused: through every door, or on the unit that is not that of the hook or recompute."""
 
 
 def outcome(pair: Pair) -> tuple[str, Verdict]:

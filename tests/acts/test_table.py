@@ -3,7 +3,7 @@
 import pytest
 
 from tests.acts.page import PAGE, play, printed, shown
-from tests.acts.table import DIFFERS, MOMENTS, Pair, outcome, sample
+from tests.acts.table import DIFFERS, MOMENTS, REFUSED, Pair, outcome, sample
 from tests.acts.vocabulary import ACTS
 from tests.support.everything import EVERYTHING
 
@@ -25,6 +25,7 @@ def test_a_pair_does_what_the_page_says(pair: Pair) -> None:
         assert (*key, pair.door) in DIFFERS, verdict.fault
     else:
         assert said in shown()[key], f"{verdict}: {AGAIN}"
+        assert verdict.refusals or pair not in REFUSED
 
 
 @pytest.mark.parametrize("act", ACTS if EVERYTHING else ())
