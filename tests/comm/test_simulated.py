@@ -5,7 +5,6 @@ import random
 import threading
 import weakref
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -723,41 +722,6 @@ class Nest(torch.autograd.Function):
 def test_collectives_in_a_deeply_nested_backward() -> None:
     # deeper than 60, autograd goes on in threads of its own
     simulate(2, lambda rank: Nest.apply(torch.ones(1, requires_grad=True), 130).sum().backward())
-
-
-def train(model: nn.Module, batches: list[Tensor], reduce: Callable[[Tensor], None]) -> list[Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for batch in batches:
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            reduce(parameter.grad)
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-@given(size=st.sampled_from([1, 2, 3, 8]), seed=st.integers(0, 999))
-@settings(max_examples=10, deadline=None)
-def test_data_parallel_training_equals_one_process(size: int, seed: int) -> None:
-    torch.manual_seed(0)
-    batches = [torch.randn(size * 4, 6) for _ in range(4)]
-
-    def build() -> nn.Module:
-        torch.manual_seed(7)
-        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-
-    def fn(rank: int) -> list[Tensor]:
-        def average(grad: Tensor) -> None:
-            channel("reduce").all_reduce(grad, "sum", "grad").wait()
-            grad /= size
-
-        return train(build(), [batch[rank * 4 : rank * 4 + 4] for batch in batches], average)
-
-    ranks = simulate(size, fn, seed)
-    for one, other in pairwise(ranks):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    torch.testing.assert_close(ranks[0], train(build(), batches, lambda grad: None))
 
 
 @on_ranks(2)

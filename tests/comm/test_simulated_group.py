@@ -1,6 +1,5 @@
 """torch.distributed inside a simulated world: groups, device meshes and DTensors of the simulated ranks."""
 
-import copy
 import functools
 import importlib
 import inspect
@@ -16,12 +15,13 @@ import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp
-from tests.comm.failure.dimension_programs import LATE, STAGES, Mine, Retried, stage_retried
+from tests.comm.failure.dimension_programs import LATE, STAGES, Retried, stage_retried
 from tests.compat.fsdp2 import test_pipelines_gloo as pipeline
 from tests.support.everything import EVERYTHING
+from tests.support.models import CASES, Trained, X, assert_trained_alike, joined, loss_of, make_net, own_batches, train, wrap
 from tests.support.ranks import on_ranks
 
 SEEDS = pytest.mark.parametrize("seed", range(3 if EVERYTHING else 1))
@@ -237,86 +237,17 @@ def test_dtensors_are_redistributed_over_a_mesh() -> None:
     assert found == [[True, True, [row, 20.0 - row], rank % 2] for rank, row in zip(range(4), (1.0, 1.0, 5.0, 5.0), strict=True)]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5)) for _ in range(2))
-        self.norm = nn.LayerNorm(5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return self.norm(x)
-
-
-def data(rank: int, step: int) -> Tensor:
-    return torch.randn(3, 5, generator=torch.Generator().manual_seed(7 * step + rank))
-
-
-def train(model: nn.Module, ranks: list[int]) -> list[Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    for step in range(3):
-        torch.stack([(model(data(rank, step)) - data(rank, step + 9)).square().sum() for rank in ranks]).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
-
-
-@SEEDS
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_model_whose_shards_are_dtensors_trains_as_one_process(size: int, seed: int) -> None:
-    wanted = train(Net(), [*range(size)])
-
-    def program(rank: int) -> list[Tensor]:
-        return train(fsdp.fully_shard(Net(), auto_wrap_policy={nn.Sequential}, dtensors=True), [rank])
-
-    for found in fsdp.simulate(size, program, seed=seed):
-        torch.testing.assert_close(found, wanted)
-
-
-@SEEDS
-@pytest.mark.parametrize("ways", [(2, 2), (1, 2), (3, 1), (2, 3)])
-def test_tensor_parallel_blocks_train_as_one_process(ways: tuple[int, int], seed: int) -> None:
-    wanted = train(Net(), [*range(ways[0])])
-
-    def program(rank: int) -> list[Tensor]:
-        mesh = init_device_mesh("cpu", ways, mesh_dim_names=("dp", "tp"))
-        model = Net()
-        for block in model.blocks:
-            parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-            fsdp.fully_shard(block, mesh=mesh["dp"], dtensors=True)
-        return train(fsdp.fully_shard(model, mesh=mesh["dp"], dtensors=True), [mesh["dp"].get_local_rank()])
-
-    for found in fsdp.simulate(ways[0] * ways[1], program, seed=seed):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_a_mesh_of_two_dimensions_holds_replicas() -> None:
-    wanted = train(Net(), [*range(4)])
-
-    def program(rank: int) -> tuple[list[Tensor], list[Tensor]]:
-        mesh = init_device_mesh("cpu", (2, 2))
-        plain = fsdp.fully_shard(Net(), auto_wrap_policy={nn.Sequential}, sharding_strategy="HYBRID_SHARD", mesh=mesh)
-        spread = fsdp.fully_shard(Net(), sharding_strategy="HYBRID_SHARD", mesh=mesh, dtensors=True)
-        train(plain, [rank])
-        return list(fsdp.full_state_dict(plain, rank0_only=False).values()), train(spread, [rank])
-
-    for state, found in fsdp.simulate(4, program):
-        torch.testing.assert_close(state, wanted, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-
-
 def test_a_module_is_sharded_over_some_of_the_ranks() -> None:
-    def program(rank: int) -> list[Tensor]:
+    case = CASES["net"]
+
+    def program(rank: int) -> Trained:
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        model = fsdp.fully_shard(copy.deepcopy(Net()), process_group=groups[rank % 2])
-        train(model, [rank])
-        return list(fsdp.full_state_dict(model, rank0_only=False).values())
+        return train(wrap(case, process_group=groups[rank % 2]), own_batches(case, rank))
 
     found = fsdp.simulate(4, program)
-    for rank in range(4):
-        torch.testing.assert_close(found[rank], train(Net(), [rank % 2, rank % 2 + 2]), rtol=1e-4, atol=1e-5)
+    for first in range(2):
+        wanted = train(case.model(), [[case.batch(rank, step) for rank in (first, first + 2)] for step in range(3)])
+        assert_trained_alike(joined(found[first::2], case.model()), wanted)
 
 
 def test_reading_a_tensor_parallel_parameter_kept_from_a_forward_is_refused() -> None:
@@ -342,30 +273,11 @@ def test_reading_a_tensor_parallel_parameter_kept_from_a_forward_is_refused() ->
 @pytest.mark.parametrize("foreach", [False, True])
 def test_a_step_counts_as_a_change_of_dtensors(foreach: bool) -> None:
     def program(rank: int) -> list[bool]:
-        model = fsdp.fully_shard(Net(), dtensors=True)
+        model = fsdp.fully_shard(make_net(), dtensors=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
-        model(data(rank, 0)).square().sum().backward()
+        loss_of(model(X)).backward()
         before = [p._version for p in model.parameters()]
         optimizer.step()
         return [p._version > version for p, version in zip(model.parameters(), before, strict=True)]
 
     assert all(map(all, fsdp.simulate(2, program)))
-
-
-def test_two_steps_in_a_row_fail_and_the_third_goes_on() -> None:
-    def fn(rank: int) -> list[str]:
-        model, failures = fsdp.fully_shard(nn.Linear(4, 4)), []
-
-        def fail(*_: object) -> None:
-            if rank and len(failures) < 2:
-                raise Mine
-
-        model.register_forward_pre_hook(fail)
-        for _ in range(3):
-            try:
-                model(torch.ones(2, 4)).sum().backward()
-            except (Mine, fsdp.PeerFailed) as error:
-                failures.append(type(error).__name__)
-        return failures
-
-    assert fsdp.simulate(2, fn) == [["PeerFailed"] * 2, ["Mine"] * 2]
