@@ -189,6 +189,8 @@ def test_full_states_are_given_and_taken(kind: str) -> None:
             same(full(model), after)
         model.load_state_dict(wanted)
         same(full(model), wanted, 0.0)
+        streamed = {name: tensor.clone() for name, tensor in fsdp.iter_full_params(model)}
+        same(streamed, {name: wanted[name] for name, _ in one.named_parameters()}, 0.0)
 
     on_all(kind, program)
 
