@@ -9,16 +9,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import fsdp
 from fsdp.checkpoint.dcp import StoredCheckpoint
 from fsdp.checkpoint.manifest import NAME, read_manifest
 from tests.support.everything import some
-from tests.support.models import CASES, Block, Case, Net, make_net, own_batches, train, weights_of, wrap
+from tests.support.models import CASES, Block, Case, Net, make_net, own_batches, train, wrap
 from tests.support.optimizers import OPTIMIZERS, ROWS, RowStatistics, assert_same, in_groups, trained, wrapped
 from tests.support.ranks import on_ranks
 
@@ -90,24 +89,6 @@ def test_property_any_cut_becomes_any_other(
     weights, state = fsdp.simulate(saving, partial(save_trained, case=first, path=path, **options(saving, strategies[0])))[0]
     found = fsdp.simulate(loading, partial(loaded, case=second, path=path, **options(loading, strategies[1])))[0]
     assert_same(found[:2], (weights, state))
-
-
-def test_on_another_number_of_ranks_training_goes_on_within_rounding(tmp_path: Path) -> None:
-    case = CASES["net"]
-
-    def go_on(rank: int, size: int) -> dict[str, Tensor]:
-        model, optimizer = wrapped(case, in_groups)
-        fsdp.load(tmp_path / "a", model, optimizer)
-        batches = [[case.batch(0, step)] for step in range(2)]  # the same data on every rank
-        train(model, batches, lambda _: optimizer)
-        return fsdp.full_state_dict(model)
-
-    fsdp.simulate(2, partial(save_trained, case=case, path=tmp_path / "a"))
-    wanted = fsdp.simulate(2, partial(go_on, size=2))[0]
-    for size in (1, 3):
-        found = fsdp.simulate(size, partial(go_on, size=size))[0]
-        for name, tensor in wanted.items():
-            assert torch.allclose(found[name], tensor, rtol=1e-4, atol=1e-6), name
 
 
 class TestPlainTorch:
@@ -355,29 +336,3 @@ def test_files_are_limited_and_all_of_them_are_read(in_background: bool, tmp_pat
     (tmp_path / "a" / sorted(tensors)[-1]).unlink()
     with pytest.warns(UserWarning, match="is missing"):
         assert fsdp.latest(tmp_path) is None
-
-
-WAYS = {"NO_SHARD": {}, "HYBRID_SHARD": {"mesh": (2, 2)}, "FULL_SHARD": {}}
-
-
-@pytest.mark.parametrize(
-    ("saving", "loading"), [("NO_SHARD", "FULL_SHARD"), ("HYBRID_SHARD", "NO_SHARD"), ("FULL_SHARD", "HYBRID_SHARD")]
-)
-def test_ranks_that_hold_the_same_shards_save_them_once_and_load_them_all(saving: str, loading: str, tmp_path: Path) -> None:
-    case = CASES["tied"]
-
-    def fn(rank: int) -> None:
-        wanted = save_trained(rank, case, tmp_path / "a", sharding_strategy=saving, **WAYS[saving])
-        other, again = wrapped(case, in_groups, sharding_strategy=loading, **WAYS[loading])
-        assert fsdp.load(tmp_path / "a", other, again) == {"rank": rank}
-        assert_same((fsdp.full_state_dict(other), fsdp.full_optim_state_dict(other, again)), wanted)
-        third, mine = wrapped(case, in_groups, sharding_strategy=loading, **WAYS[loading])
-        fsdp.load_full_state_dict(third, wanted[0] if rank == 0 else None)
-        fsdp.load_full_optim_state_dict(third, mine, wanted[1] if rank == 0 else None)
-        assert_same((weights_of(third), fsdp.full_optim_state_dict(third, mine)), (weights_of(other), wanted[1]))
-
-    fsdp.simulate(4, fn)
-    for key, stored in StoredCheckpoint(tmp_path / "a").metadata.state_dict_metadata.items():
-        if isinstance(stored, TensorStorageMetadata):
-            written = sum(torch.Size(chunk.sizes).numel() for chunk in stored.chunks)
-            assert written == torch.Size(stored.size).numel(), f"{key} is there more than once"

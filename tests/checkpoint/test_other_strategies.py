@@ -16,6 +16,7 @@ from tests.support.models import CASES, own_batches, train, wrap
 from tests.support.ranks import on_ranks
 from tests.support.states import everything
 
+CASE = CASES["tied"]
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "FULL_SHARD": (2, {}),
     "NO_SHARD": (2, {"sharding_strategy": "NO_SHARD"}),
@@ -24,12 +25,12 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def trained(rank: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    return optimizers.trained(CASES["net"], rank, partial(torch.optim.AdamW, lr=0.01), 1, in_place=True, **options)
+    return optimizers.trained(CASE, rank, partial(torch.optim.AdamW, lr=0.01), 1, in_place=True, **options)
 
 
 def train_on(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Change everything that was saved."""
-    train(model, own_batches(CASES["net"], rank, 1), lambda _: optimizer)
+    train(model, own_batches(CASE, rank, 1), lambda _: optimizer)
 
 
 @pytest.mark.parametrize("saves", STRATEGIES)
@@ -98,7 +99,7 @@ def test_safetensors_are_written_once_and_read_by_all(rank: int, size: int, opti
     model, _ = trained(rank, **options)
     wanted = fsdp.full_state_dict(model, rank0_only=False)
     fsdp.export_safetensors(model, tmp_path / "export")
-    other = wrap(CASES["net"], in_place=True, **options)
+    other = wrap(CASE, in_place=True, **options)
     fsdp.load_safetensors(other, tmp_path / "export")
     found = fsdp.full_state_dict(other, rank0_only=False)
     assert all(torch.equal(found[key], wanted[key]) for key in dict(model.named_parameters()))
