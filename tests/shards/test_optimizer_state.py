@@ -179,14 +179,24 @@ class TestTorchsOptions:
         set_model_state_dict(other, dict(weights), options=options)
         assert_same_state(fsdp.full_state_dict(other, rank0_only=False), weights)
 
-    @pytest.mark.parametrize("size", some(3, 2))
-    @pytest.mark.parametrize("name", OPTIMIZERS if EVERYTHING else ["AdamW", "Adagrad"])
-    @pytest.mark.parametrize("case", [*SAVED, "scale"])
+    @pytest.mark.parametrize(
+        ("case", "name", "size", "strategy"),
+        [
+            *(
+                (case, name, size, "FULL_SHARD")
+                for case in [*SAVED, "scale"]
+                for name in (OPTIMIZERS if EVERYTHING else ["AdamW", "Adagrad"])
+                for size in some(3, 2)
+            ),
+            *(("net", "AdamW", 4, strategy) for strategy in ("NO_SHARD", "HYBRID_SHARD")),
+        ],
+    )
     @on_ranks("size")
-    def test_full_state_is_gathered_and_loaded(self, rank: int, case: str, name: str, size: int) -> None:
+    def test_full_state_is_gathered_and_loaded(self, rank: int, case: str, name: str, size: int, strategy: str) -> None:
         chosen = CASES.get(case, SCALE)
         options = StateDictOptions(full_state_dict=True, strict=case != "odd")  # of a frozen parameter there is no state
-        model, optimizer = trained(chosen, rank, OPTIMIZERS[name])
+        mesh = {"mesh": (2, 2)} if strategy == "HYBRID_SHARD" else {}
+        model, optimizer = trained(chosen, rank, OPTIMIZERS[name], sharding_strategy=strategy, **mesh)
         weights, state = get_state_dict(model, optimizer, options=options)
         wanted = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
         assert_same_state(dict(weights), fsdp.full_state_dict(model, rank0_only=False))
@@ -203,24 +213,6 @@ class TestTorchsOptions:
             set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=given, options=options)
         before, after = everything(model, optimizer), everything(other, other_optimizer)
         assert_same_state({key: after[key] for key in before}, before)
-
-    @pytest.mark.parametrize(
-        "options",
-        [{"sharding_strategy": "NO_SHARD"}, {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}],
-        ids=["NO_SHARD", "HYBRID_SHARD"],
-    )
-    @on_ranks(4)
-    def test_full_state_of_other_layouts(self, rank: int, options: dict[str, Any]) -> None:
-        case, full = CASES["net"], StateDictOptions(full_state_dict=True)
-        model = wrap(case, **options)
-        optimizer = OPTIMIZERS["AdamW"](model.parameters())
-        train(model, own_batches(case, rank, 2), lambda _: optimizer)
-        weights, state = get_state_dict(model, optimizer, options=full)
-        assert_same_state(dict(weights), fsdp.full_state_dict(model, rank0_only=False))
-        other = wrap(case)
-        other_optimizer = OPTIMIZERS["AdamW"](other.parameters())
-        set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=state, options=full)
-        assert_same_state(everything(other, other_optimizer), everything(model, optimizer))
 
     def test_a_rank_that_asks_alone_for_full_state_is_named(self) -> None:
         def fn(rank: int) -> str:

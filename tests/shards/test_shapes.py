@@ -1,6 +1,7 @@
 """What a shard shows of its sizes is the parameter's: code that decides by them decides alike on every rank."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -9,7 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fsdp
-from tests.support.models import assert_close, local
+from tests.shards.optimizer_table import Row
+from tests.shards.test_optimizers import assert_right, outcome
+from tests.shards.test_optimizers_of_others import CONVOLUTION, row
+from tests.support.models import local
 from tests.support.ranks import on_ranks
 
 SIZES: Final[dict[str, Callable[[Tensor], Any]]] = {
@@ -82,97 +86,60 @@ def test_the_part_of_this_rank_is_to_local() -> None:
     assert sum(fsdp.simulate(2, fn)) == 12 * 24
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_learning_rates_by_fan_in_are_those_of_one_process(size: int) -> None:
-    def by_fan_in(model: nn.Module) -> torch.optim.Optimizer:
-        groups = [{"params": [p], "lr": 1.0 / p.shape[1:].numel() if p.ndim > 1 else 0.1} for p in model.parameters()]
-        return torch.optim.SGD(groups)
-
-    plain = net()
-    stepped(plain, by_fan_in(plain), [data(rank) for rank in range(size)])
-
-    def fn(rank: int) -> dict[str, Tensor]:
-        model = fsdp.fully_shard(net())
-        stepped(model, by_fan_in(model), [data(rank)])
-        return fsdp.full_state_dict(model, rank0_only=False)
-
-    for found in fsdp.simulate(size, fn):
-        assert_close(found, dict(plain.state_dict()))
+def by_fan_in(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [p], "lr": 1.0 / p.shape[1:].numel() if p.ndim > 1 else 0.1} for p in model.parameters()])
 
 
-class Stateful(torch.optim.Optimizer):
-    """Momentum whose state `make` makes of a parameter, and `use` combines with its gradient."""
+def with_state(make: Callable[[Tensor], Tensor], use: Callable[[Tensor, Tensor], Tensor]) -> Row:
+    """Its state is made of the parameter, and `use` combines it with the gradient."""
 
-    def __init__(self, params: Any, make: Callable[[Tensor], Tensor], use: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__(params, {})
-        self.make, self.use = make, use
+    def update(p: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
+        state["state"] = state["state"] if state else make(p)
+        p.sub_(use(state["state"], grad), alpha=0.1)
 
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            if "state" not in self.state[p]:
-                self.state[p]["state"] = self.make(p)
-            p.sub_(self.use(self.state[p]["state"], p.grad), alpha=0.1)
+    return row(update)
 
 
-def momentum(state: Tensor, gradient: Tensor) -> Tensor:
-    return state.mul_(0.9).add_(gradient)
+momentum = partial(with_state, use=lambda state, grad: state.mul_(0.9).add_(grad))
+scaled = partial(with_state, use=lambda state, grad: grad * (state + 1))
 
 
-def scaled(state: Tensor, gradient: Tensor) -> Tensor:
-    return gradient * (state + 1)
-
-
-RIGHT: Final[dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]]] = {
-    "new_zeros of the shape": (lambda p: p.new_zeros(p.shape), momentum),
-    "new_zeros of sizes": (lambda p: p.new_zeros(*p.shape), momentum),
-    "new_zeros by name": (lambda p: p.new_zeros(size=p.size(), dtype=p.dtype), momentum),
-    "new_ones of the shape": (lambda p: p.new_ones(p.shape), momentum),
-    "new_full of the shape": (lambda p: p.new_full(p.shape, 0.5), momentum),
-    "new_empty of the shape": (lambda p: p.new_empty(p.shape).zero_(), momentum),
-    "zeros_like": (torch.zeros_like, momentum),
-    "an ordinary tensor that is read": (lambda p: torch.full(p.shape, 0.5), scaled),
-    "a range that is read": (lambda p: torch.arange(p.numel()).view(p.shape) / p.numel(), scaled),
-    "a row that is read": (lambda p: torch.arange(p.shape[-1]) / p.shape[-1], scaled),
-    "a column that is read": (lambda p: torch.arange(p.shape[0]).view(-1, *[1] * (p.ndim - 1)) / p.shape[0], scaled),
+RIGHT: Final[dict[str, Row]] = {
+    "learning rates by fan-in": Row(by_fan_in, CONVOLUTION),
+    "new_zeros of the shape": momentum(lambda p: p.new_zeros(p.shape)),
+    "new_zeros of sizes": momentum(lambda p: p.new_zeros(*p.shape)),
+    "new_zeros by name": momentum(lambda p: p.new_zeros(size=p.size(), dtype=p.dtype)),
+    "new_ones of the shape": momentum(lambda p: p.new_ones(p.shape)),
+    "new_full of the shape": momentum(lambda p: p.new_full(p.shape, 0.5)),
+    "new_empty of the shape": momentum(lambda p: p.new_empty(p.shape).zero_()),
+    "zeros_like": momentum(torch.zeros_like),
+    "an ordinary tensor that is read": scaled(lambda p: torch.full(p.shape, 0.5)),
+    "a range that is read": scaled(lambda p: torch.arange(p.numel()).view(p.shape) / p.numel()),
+    "a row that is read": scaled(lambda p: torch.arange(p.shape[-1]) / p.shape[-1]),
+    "a column that is read": scaled(lambda p: torch.arange(p.shape[0]).view(-1, *[1] * (p.ndim - 1)) / p.shape[0]),
 }
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", RIGHT)
-def test_state_made_by_shape_is_right(name: str, size: int) -> None:
-    make, use = RIGHT[name]
-    plain = net()
-    optimizer = Stateful(plain.parameters(), make, use)
-    for _ in range(3):
-        plain.zero_grad()
-        stepped(plain, optimizer, [data(rank) for rank in range(size)])
-
-    def fn(rank: int) -> dict[str, Tensor]:
-        model = fsdp.fully_shard(net())
-        optimizer = Stateful(model.parameters(), make, use)
-        for _ in range(3):
-            model.zero_grad()
-            stepped(model, optimizer, [data(rank)])
-        return fsdp.full_state_dict(model, rank0_only=False)
-
-    for found in fsdp.simulate(size, fn):
-        assert_close(found, dict(plain.state_dict()), within=1e-5)
+def test_what_is_made_by_shape_is_right(name: str, size: int) -> None:
+    assert_right(RIGHT[name], fsdp.simulate(size, lambda rank: outcome(RIGHT[name], rank)), size)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @on_ranks("size")
 def test_an_ordinary_tensor_of_the_shape_that_is_changed_is_refused_on_every_rank(rank: int, size: int) -> None:
-    model = fsdp.fully_shard(net())
+    model = fsdp.fully_shard(CONVOLUTION.model())
     before = [local(p).clone() for p in model.parameters()]
-    optimizer = Stateful(model.parameters(), lambda p: torch.zeros(p.shape), momentum)
-    with pytest.raises(fsdp.ShardingError, match=r"Stateful\.step: .*an ordinary tensor .*torch\.zeros_like\(parameter\)"):
-        stepped(model, optimizer, [data(rank)])
+    optimizer = momentum(lambda p: torch.zeros(p.shape)).make(model)
+    with pytest.raises(fsdp.ShardingError, match=r"Updating\.step: .*an ordinary tensor .*torch\.zeros_like\(parameter\)"):
+        stepped(model, optimizer, [CONVOLUTION.batch(rank, 0)])
     assert all(map(torch.equal, before, map(local, model.parameters())))
 
 
 def test_a_state_of_rows_is_cut_as_the_rows_are() -> None:
     def fn(rank: int) -> Tensor:
+        torch.manual_seed(0)
         weight = fsdp.fully_shard(nn.Linear(8, 12, bias=False)).weight
         rows = weight.new_zeros(weight.shape[0], 1)
         assert rows.shape == (12, 1) and fsdp.to_local(rows).shape == (6, 1)
@@ -183,11 +150,7 @@ def test_a_state_of_rows_is_cut_as_the_rows_are() -> None:
     torch.manual_seed(0)
     wanted = nn.Linear(8, 12, bias=False).weight.detach().sum(1, keepdim=True)
 
-    def seeded(rank: int) -> Tensor:
-        torch.manual_seed(0)
-        return fn(rank)
-
-    for found in fsdp.simulate(2, seeded):
+    for found in fsdp.simulate(2, fn):
         assert torch.allclose(found, wanted, atol=1e-6)
 
 
