@@ -18,25 +18,36 @@ from tests.compat.fsdp1.test_torch_fsdp import Block, Net, batch, wrapped
 from tests.support.ranks import on_ranks
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize(
+    ("strategy", "precision", "within"),
+    [
+        *((strategy, None, 1e-6) for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")),
+        ("FULL_SHARD", MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), 2e-2),
+    ],
+)
 @on_ranks(2)
-def test_a_wrapped_model_may_become_double_and_trains_like_a_plain_one(rank: int, strategy: str) -> None:
-    model = wrapped(sharding_strategy=ShardingStrategy[strategy])
-    objects = [*model.parameters()]
-    assert model.double() is model
-    assert all(one is other for one, other in zip(objects, model.parameters(), strict=True))
-    plain = Net().double()
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.05) for one in (model, plain)]
-    for step in range(3):
-        model(batch(step, rank).double()).square().mean().backward()
+def test_a_wrapped_model_may_become_double_and_trains_like_a_plain_one(
+    rank: int, strategy: str, precision: MixedPrecision | None, within: float
+) -> None:
+    model, plain = wrapped(sharding_strategy=ShardingStrategy[strategy], mixed_precision=precision), Net()
+    objects, dtype = [*model.parameters()], torch.float32
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9) for one in (model, plain)]
+    for step in range(4):
+        if step == 1:
+            assert model.double() is model
+            assert all(one is other for one, other in zip(objects, model.parameters(), strict=True))
+            plain, dtype = plain.double(), torch.float64
+            for kept in (kept for optimizer in optimizers for kept in optimizer.state.values()):
+                kept["momentum_buffer"] = kept["momentum_buffer"].double()
+        model(batch(step, rank).to(dtype)).square().mean().backward()
         for other in range(2):
-            (plain(batch(step, other).double()).square().mean() / 2).backward()
+            (plain(batch(step, other).to(dtype)).square().mean() / 2).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     for name, value in model.state_dict().items():
         assert value.dtype is torch.float64
-        torch.testing.assert_close(value, plain.state_dict()[name])
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=within, atol=within)
     assert model.half().state_dict()["scale"].dtype is torch.float16
     assert [*model.state_dict()] == [*plain.state_dict()], "a conversion brings back the engine's state dicts"
 

@@ -1,7 +1,6 @@
-"""Another dtype after wrapping: it trains as a plain model that was converted, and what was set on the model stays."""
+"""Another dtype after wrapping: values, gradients and what was set on the model stay. Training: ../fsdp1/test_instance.py."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,13 +12,6 @@ from fsdp.runtime.registry import unit_ref_of
 from fsdp.shards.shard_tensor import plain
 from tests.support.models import Block
 from tests.support.ranks import on_ranks
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "sharded": {},
-    "replicated": {"sharding_strategy": "NO_SHARD"},
-    "plain shards": {"plain_shards": True},
-    "mixed precision": {"mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
-}
 
 
 def make_net() -> nn.Module:
@@ -38,39 +30,6 @@ def to_double(tensor: Tensor) -> Tensor:
 def converted(model: nn.Module, fn: Callable[[Tensor], Tensor] = to_double) -> None:
     ref = unit_ref_of(model)
     convert(ref.engine, fn, [index for index, unit in enumerate(ref.engine.units) if changes(unit, fn)])
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> None:
-    for one in batches:
-        optimizer.zero_grad()
-        model(one).square().mean().backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@on_ranks(3)
-def test_it_trains_like_a_plain_model_that_was_converted(rank: int, name: str) -> None:
-    model = fsdp.fully_shard(make_net(), auto_wrap_policy={Block}, **OPTIONS[name])
-    objects = list(model.parameters())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    train(model, optimizer, [batch(rank, 0)])
-    converted(model)
-    assert all(one is other and one.dtype is torch.float64 for one, other in zip(objects, model.parameters(), strict=True))
-    for kept in optimizer.state.values():
-        kept["momentum_buffer"] = kept["momentum_buffer"].double()
-    train(model, optimizer, [batch(rank, step).double() for step in (1, 2)])
-    found = fsdp.full_state_dict(model, rank0_only=False)
-
-    plain = make_net()
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    train(plain, plain_optimizer, [torch.cat([batch(one, 0) for one in range(3)])])
-    plain.double()
-    for kept in plain_optimizer.state.values():
-        kept["momentum_buffer"] = kept["momentum_buffer"].double()
-    train(plain, plain_optimizer, [torch.cat([batch(one, step) for one in range(3)]).double() for step in (1, 2)])
-    tolerance = 2e-2 if name == "mixed precision" else 1e-6
-    for key, value in plain.state_dict().items():
-        torch.testing.assert_close(found[key], value, rtol=tolerance, atol=tolerance)
 
 
 @on_ranks(2)
