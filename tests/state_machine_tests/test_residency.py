@@ -2,9 +2,8 @@
 
 import itertools
 
-import pytest
-
 from state_machine.residency import RESIDENCES, Effect, Request, Residency, ResidencyState
+from tests.state_machine_tests.cells import cells_of, written
 
 CELLS = """
     SHARDED PREFETCH -> UNSHARDING: ALL_GATHER
@@ -32,37 +31,11 @@ CELLS = """
     CACHED PASS_ENDS -> CACHED:
     CACHED PASS_FAILS -> SHARDED: FREE_UNSHARDED
 """
-ROUTES = {
-    ResidencyState.SHARDED: (),
-    ResidencyState.UNSHARDING: (Request.PREFETCH,),
-    ResidencyState.UNSHARDED: (Request.UNSHARD,),
-    ResidencyState.CACHED: (Request.UNSHARD, Request.CACHE),
-}
-LINES = [line.strip() for line in CELLS.strip().splitlines()]
 
 
-def check_cell(line: str) -> None:
-    """Bring a unit to the state by asks, ask, and compare."""
-    cell, _, answer = (part.strip() for part in line.partition(":"))
-    asked, _, to = (part.strip() for part in cell.partition("->"))
-    state_name, ask_name = asked.split()
-    home = Residency("layers.3")
-    for ask in ROUTES[ResidencyState[state_name]]:
-        home.on(ask)
-    assert home.state is ResidencyState[state_name]
-    effects = ", ".join(effect.name for effect in home.on(Request[ask_name]))
-    assert (home.state.name, effects) == (to, answer)
-
-
-@pytest.mark.parametrize("line", LINES)
-def test_cell(line: str) -> None:
-    check_cell(line)
-
-
-def test_the_cells_above_are_all_there_are() -> None:
-    written = {tuple(line.partition(":")[0].split()[:2]) for line in LINES}
-    assert written == {(state.name, ask.name) for state in ResidencyState for ask in Request}
-    assert set(RESIDENCES) == set(ResidencyState)
+def test_the_cells_above_are_the_table() -> None:
+    assert cells_of(RESIDENCES) == written(CELLS)
+    assert {(state, ask) for state, row in RESIDENCES.items() for ask in row} == {*itertools.product(ResidencyState, Request)}
 
 
 def check_memory(asks: tuple[Request, ...]) -> None:

@@ -86,12 +86,6 @@ def states(root: Root) -> list[State]:
     return [one.state for one in root.lifecycles]
 
 
-def test_a_new_root_is_at_rest() -> None:
-    root = root_of_three()
-    assert root.at_rest
-    assert root.backward is BackwardState.RESTING
-
-
 def test_on_event_names_the_unit_in_every_instruction() -> None:
     assert root_of_three().on_event(1, Event.PRE_FORWARD) == (Instruction(1, Action.DROP_STALE), Instruction(1, Action.UNSHARD))
 
@@ -139,23 +133,12 @@ def test_only_the_first_unit_to_join_queues_the_callback_and_the_next_backward_q
         assert root.at_rest
 
 
-@pytest.mark.parametrize(("kind", "told"), [*zip(KINDS, (Event.POST_BACKWARD, *[Event.POST_BACKWARD_NO_SYNC] * 2), strict=True)])
-def test_what_it_means_that_a_unit_is_complete_depends_on_the_backward(kind: B, told: Event) -> None:
-    root = begun(0, kind)
-    assert root.post_backward_event() is told
-
-
 def test_a_gradient_that_is_the_first_of_a_backward_does_not_say_its_kind() -> None:
     for kind in KINDS:
         root = root_of_three()
         root.on_event(0, Event.GRAD_ACCUMULATED)
         root.begin(kind)
         assert root.synchronises is (kind is B.SYNC_BEGINS)
-
-
-def test_no_row_but_the_first_join_asks_for_a_callback() -> None:
-    asking = [(state, event) for state, row in BACKWARD.items() for event, step in row.items() if step.queue_callback]
-    assert asking == [(BackwardState.RESTING, B.UNIT_JOINS), (BackwardState.RESTING_INSIDE, B.UNIT_JOINS)]
 
 
 def test_an_abandoned_backward_leaves_room_for_a_new_callback() -> None:
@@ -242,39 +225,32 @@ def test_abandon_is_legal_at_any_moment_and_leaves_the_root_at_rest() -> None:
         assert [one.unit for one in told if one.action is Action.DROP_GRADS] == list(ORDER)
 
 
-@pytest.mark.parametrize("event", [event for event in B if event not in (*ENDS, *KINDS, B.STEP_ABANDONED)])
-def test_nothing_else_closes_a_backward(event: B) -> None:
-    root = begun(1)
-    if event is not B.UNIT_COMPLETE:
-        assert root.end_backward(event, ORDER) is None
-    assert root.backward is BackwardState.RUNNING_SYNC
-    assert states(root) == [State.IDLE, State.BACKWARD_PRE, State.IDLE]
-
-
-@pytest.mark.parametrize("event", [event for event in B if event not in (B.UNIT_JOINS, B.PASS_BEGINS, B.STEP_ABANDONED)])
-def test_a_backward_that_does_not_run_cannot_end_or_go_on(event: B) -> None:
+def root_in(state: BackwardState) -> Root:
+    """A root whose backward was brought to that state, with a unit in its forward."""
     root = root_of_three()
-    root.on_event(0, Event.PRE_FORWARD)
-    with pytest.raises(RuntimeError, match=f"the backward: {event.name} is not allowed in RESTING; this is a bug in fsdp"):
-        root.end_backward(event, ORDER)
-    assert states(root) == [State.FORWARD, State.IDLE, State.IDLE]
-    assert root.lifecycles[0].story == (Event.PRE_FORWARD,)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_backward_that_runs_does_not_begin(kind: B) -> None:
-    for first in KINDS:
-        root = begun(0, first)
-        with pytest.raises(RuntimeError, match=f"{kind.name} is not allowed in RUNNING"):
-            root.begin(kind)
-
-
-@pytest.mark.parametrize("event", [B.UNIT_JOINS, B.UNIT_COMPLETE, *ENDS])
-def test_a_backward_whose_kind_is_not_known_yet_does_nothing_else(event: B) -> None:
-    root = root_of_three()
+    root.on_event(1, Event.PRE_FORWARD)
+    if state is BackwardState.RESTING:
+        return root
     root.on_event(0, Event.PRE_BACKWARD)
-    with pytest.raises(RuntimeError, match=f"{event.name} is not allowed in BEGINNING"):
+    if state is not BackwardState.BEGINNING:
+        running = (BackwardState.RUNNING_SYNC, BackwardState.RUNNING_NO_SYNC, BackwardState.RUNNING_NO_GRADS)
+        root.begin(dict(zip(running, KINDS, strict=True)).get(state, B.SYNC_BEGINS))
+    if state is BackwardState.RESTING_INSIDE:
+        closed(root, B.CALLBACK_RUNS_INSIDE)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("state", "event"), [(state, event) for state in BackwardState for event in B if event not in BACKWARD[state]]
+)
+def test_every_other_pair_is_refused_and_changes_nothing(state: BackwardState, event: B) -> None:
+    root = root_in(state)
+    before = states(root), [one.story for one in root.lifecycles], root.number
+    text = f"the backward: {event.name} is not allowed in {state.name}; this is a bug in fsdp"
+    with pytest.raises(RuntimeError, match=text):
         root.end_backward(event, ORDER)
+    assert root.backward is state
+    assert (states(root), [one.story for one in root.lifecycles], root.number) == before
 
 
 def test_a_refused_event_starts_no_backward() -> None:

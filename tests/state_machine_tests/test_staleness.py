@@ -7,6 +7,7 @@ from state_machine.root import Root
 from state_machine.staleness import COPY_TABLES, GATHERS, Copy, CopyAction, CopyEvent, CopyState
 from state_machine.table import BackwardEvent, BackwardState, ReshardPolicy
 from state_machine.vocabulary import Event
+from tests.state_machine_tests.cells import cells_of, written
 
 WITHIN_A_PASS = """
     STALE GATHERED -> FRESH: CHECK
@@ -65,34 +66,13 @@ CELLS = {
     ReshardPolicy.AFTER_BACKWARD: WITHIN_A_PASS,
     ReshardPolicy.NEVER: FROM_PASS_TO_PASS,
 }
-LINES = [(strategy, line.strip()) for strategy, text in CELLS.items() for line in text.strip().splitlines()]
-ROUTES = {
-    CopyState.STALE: (),
-    CopyState.FRESH: (CopyEvent.GATHERED,),
-    CopyState.UNSURE: (CopyEvent.GATHERED, CopyEvent.PASS_BEGINS),
-}
 RESHARD_NEVER = ReshardPolicy.NEVER
 
 
-@pytest.mark.parametrize(("strategy", "line"), LINES)
-def test_cell(strategy: ReshardPolicy, line: str) -> None:
-    cell, _, answer = (part.strip() for part in line.partition(":"))
-    heard, _, to = (part.strip() for part in cell.partition("->"))
-    state, event = heard.split()
-    copy = Copy("layers.3", strategy)
-    for one in ROUTES[CopyState[state]]:
-        copy.on(one)
-    assert copy.state is CopyState[state]
-    actions = ", ".join(action.name for action in copy.on(CopyEvent[event]))
-    assert (copy.state.name, actions) == (to, answer)
-
-
 @pytest.mark.parametrize("strategy", [*ReshardPolicy])
-def test_the_cells_above_are_all_there_are(strategy: ReshardPolicy) -> None:
-    written = {line.partition(" ->")[0] for one, line in LINES if one is strategy}
-    table = COPY_TABLES[strategy]
-    assert written == {f"{state.name} {event.name}" for state, row in table.items() for event in row}
-    assert set(table) == set(CopyState)
+def test_the_cells_above_are_the_table(strategy: ReshardPolicy) -> None:
+    assert cells_of(COPY_TABLES[strategy]) == written(CELLS[strategy])
+    assert set(COPY_TABLES[strategy]) == set(CopyState)
 
 
 def test_an_event_without_a_row_is_refused_and_changes_nothing() -> None:
