@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp
 from fsdp.commands.main import main
-from fsdp.commands.planning.shapes import Decoder, parallelize_decoder
+from fsdp.commands.planning.shapes import SHAPES, Decoder, parallelize_decoder
 from fsdp.commands.rehearsal.hardware import Device, Link
 from fsdp.commands.rehearsal.rehearse import Dimensions, Rehearsal
 from tests.commands.rehearsal.models import Language, LlamaBlock, tokens
@@ -243,7 +243,11 @@ def test_other_collectives_of_torch_are_counted() -> None:
     assert counted == 2 * [("all_to_all", count * 7 // 8), ("all_reduce", 2 * count * 7 // 8)]
 
 
-def test_the_command_compares_sizes_of_a_built_in_shape(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_compares_sizes_of_a_built_in_shape(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # two blocks are rehearsed sooner than twelve
+    monkeypatch.setitem(SHAPES, "decoder-125m", replace(SHAPES["decoder-125m"], blocks=2))
     command = ["plan", "decoder-125m", "--world-size", "4", "--length", "64", "--strategies", "FULL_SHARD", "--units", "Block"]
     assert main([*command, "--tp", "1", "2"]) == 0
     printed = capsys.readouterr().out
