@@ -177,7 +177,7 @@ def test_when_all_answer_nobody_is_named() -> None:
     assert together(*(lambda one=one: one.check_peers(True) for one in ranks)) == [None, None]
 
 
-def test_who_ended_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_ended_is_named_at_once() -> None:
     ranks = make(2)
     ranks[1].on_exit()
     assert "rank 11 has ended" in str(said(lambda: ranks[0].check_peers(False)))
