@@ -30,7 +30,7 @@ SAYS = {
     "lora": "the base is untouched, bit for bit",
     "mixed_batches": "of the images are named rightly",
     "retry": "the weights are those of a run with enough memory",
-    "step_in_backward": "losses and weights are the same as with a step after the backward, bit for bit",
+    "step_in_backward": "the same as with a step after the backward, bit for bit; 0 gradients were left for it",
 }
 SCRIPTS = [ROOT / "examples" / f"{name}.py" for name in SAYS]
 
@@ -97,13 +97,6 @@ def test_a_batch_that_does_not_fit_is_taken_in_parts(load: Load) -> None:
         assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(one.weights, other.weights, strict=True))
 
 
-def test_the_generator_learns_every_centre(load: Load) -> None:
-    first, second = fsdp.simulate(2, load("gan").train)
-    assert first == second
-    assert first.distance < first.distance_before / 4
-    assert first.centres_hit == 8
-
-
 def test_the_gradient_penalty_moves_the_weights_as_it_does_in_one_process(load: Load) -> None:
     gan = load("gan")
     torch.manual_seed(0)
@@ -154,17 +147,6 @@ def test_generation_leaves_training_as_it_was(load: Load) -> None:
     assert first.speaking.said[0] != example.TEXT
     assert first.speaking.said[-1] == example.TEXT
     assert first.silent.losses != second.silent.losses, "each rank has its own dropout"
-
-
-def test_a_step_in_the_backward_is_the_step_after_it(load: Load) -> None:
-    example = load("step_in_backward")
-    after, inside = (
-        fsdp.simulate(2, lambda rank, where=where: example.train(rank, in_backward=where)) for where in (False, True)
-    )
-    for one, other in zip(after, inside, strict=True):
-        assert example.same(one, other)
-        assert one.gradients_left > 0
-        assert other.gradients_left == 0
 
 
 @pytest.mark.gloo
