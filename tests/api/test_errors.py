@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
 from fsdp.comm.simulated import SimulatedCommunicator
 from tests.support.models import Block, Odd, X, is_at_rest, loss_of, make_net
+from tests.support.processes import rank_0_of
 from tests.support.ranks import on_ranks, refused_everywhere
 from tests.support.states import refused_unchanged
 
@@ -136,24 +136,17 @@ class TestWrapping:
     def test_several_ranks_need_numpy(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "numpy", None)
         net = make_net()
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-        try:
-            with pytest.raises(fsdp.ShardingError) as refusal:
-                fsdp.fully_shard(net)
-        finally:
-            dist.destroy_process_group()
+        with rank_0_of(2), pytest.raises(fsdp.ShardingError) as refusal:
+            fsdp.fully_shard(net)
         assert str(refusal.value) == "A process group of several ranks needs the package numpy: pip install numpy."
         assert fsdp.simulate(1, lambda rank: fsdp.fully_shard(net) is net) == [True], "nothing was changed"
 
     def test_units_of_one_model_share_one_group(self) -> None:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-        try:
+        with rank_0_of(2):
             net = make_net()
             fsdp.fully_shard(net.blocks[0], dist.new_group([0]))
             with pytest.raises(fsdp.ShardingError, match=r"'blocks.0' was wrapped over a part of the ranks, and nothing says"):
                 fsdp.fully_shard(net)
-        finally:
-            dist.destroy_process_group()
 
 
 @on_ranks(2, "unit '0' returns one of its own parameters (or a view of one)")

@@ -13,8 +13,9 @@ import site
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -178,6 +179,24 @@ def be_a_rank(run: Callable[[int, int, Path], Any]) -> None:
     torch.save(run(rank, size, folder), folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+@contextmanager
+def rank_0_of(size: int) -> Iterator[None]:
+    """This process is rank 0 of a group whose others do not exist: nothing is sent, so only shapes and sizes mean anything."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def be_alone(measure: Callable[[], Any]) -> None:
+    """Be the one process that `results_of` starts, without a group. What `measure` returns is saved."""
+    torch.set_num_threads(1)
+    torch.save(measure(), Path(sys.argv[3]) / f"{sys.argv[1]}.pt")
 
 
 def without(folder: Path, *packages: str) -> Path:

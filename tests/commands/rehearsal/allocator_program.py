@@ -1,21 +1,18 @@
 """Trains models as rank 0 of a group that sends nothing, and saves what torch's allocator gave out at most."""
 
 import gc
-import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
 from tests.commands.rehearsal.models import MODELS, Case
+from tests.support.processes import be_alone, rank_0_of
 
 SIZE = 8
 STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
@@ -79,18 +76,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tenso
     model.zero_grad()
 
 
-def be_the_first_of(size: int, run: Callable[[], object]) -> None:
-    """Be rank 0 in a group that sends nothing, as the one process of `results_of`. What `run` returns is saved."""
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    torch.save(run(), Path(sys.argv[3]) / "0.pt")
-    dist.destroy_process_group()
-
-
-def run() -> object:
-    found = {(name, strategy): peak_of(case, strategy) for name, case in MODELS.items() for strategy in STRATEGIES}
-    return found | {(name, ACCUMULATING): peak_of(MODELS[name], "FULL_SHARD", 3) for name in ACCUMULATED}
+def measured() -> dict[tuple[str, str], tuple[int, int]]:
+    with rank_0_of(SIZE):
+        found = {(name, strategy): peak_of(case, strategy) for name, case in MODELS.items() for strategy in STRATEGIES}
+        return found | {(name, ACCUMULATING): peak_of(MODELS[name], "FULL_SHARD", 3) for name in ACCUMULATED}
 
 
 if __name__ == "__main__":
-    be_the_first_of(SIZE, run)
+    be_alone(measured)

@@ -12,10 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
-from tests.commands.rehearsal.allocator_program import SIZE, allocated, be_the_first_of
+from tests.commands.rehearsal.allocator_program import SIZE, allocated
 from tests.commands.rehearsal.attention_models import MODELS
 from tests.commands.rehearsal.models import Case
 from tests.support.everything import EVERYTHING
+from tests.support.processes import be_alone, rank_0_of
 
 MESH = (2, SIZE // 2)
 """Groups of two would be reduced over gloo in another way than over a group that sends nothing."""
@@ -93,13 +94,14 @@ def saved_by(case: Case) -> int:
     return sum(found.values())
 
 
-def run() -> object:
-    trained = {
-        (name, strategy, recompute): tuple(measure(MODELS[name], strategy, recompute))
-        for name, (strategy, recompute) in product(MODELS, WAYS)
-    }
-    return trained, {name: saved_by(case) for name, case in MODELS.items()}
+def measured() -> tuple[dict[tuple[str, str, bool], tuple[int, ...]], dict[str, int]]:
+    with rank_0_of(SIZE):
+        trained = {
+            (name, strategy, recompute): tuple(measure(MODELS[name], strategy, recompute))
+            for name, (strategy, recompute) in product(MODELS, WAYS)
+        }
+        return trained, {name: saved_by(case) for name, case in MODELS.items()}
 
 
 if __name__ == "__main__":
-    be_the_first_of(SIZE, run)
+    be_alone(measured)

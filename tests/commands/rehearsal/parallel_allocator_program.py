@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from itertools import product
 
 import fsdp
-from fsdp.commands.rehearsal.rehearse import Dimensions, rehearse
-from tests.commands.rehearsal.allocator_program import allocated, be_the_first_of
+from fsdp.commands.rehearsal.rehearse import Dimensions, Rehearsal, rehearse
+from tests.commands.rehearsal.allocator_program import allocated
 from tests.commands.rehearsal.parallel_models import PARALLEL, Training, job_of, options_of
 from tests.support.everything import EVERYTHING
+from tests.support.processes import be_alone, rank_0_of
 
 SIZE, ROWS = 16, 32
 ALL = product(("perceptrons", "sequences"), ("SHARD_GRAD_OP", "FULL_SHARD"), (2, 4))
@@ -34,12 +35,13 @@ def peak_of(name: str, strategy: str, tp: int) -> tuple[int, int]:
     return peak.most, engine
 
 
-def run() -> object:
-    # a plan is made beside the groups of a process, which the trainings use afterwards
-    case, dimensions = PARALLEL["perceptrons"], Dimensions(tp=2)
-    rehearsed = rehearse(job_of(case, 4), options_of(case, "FULL_SHARD", 4, dimensions), dimensions=dimensions)
-    return {case: peak_of(*case) for case in CASES}, rehearsed
+def measured() -> tuple[dict[tuple[str, str, int], tuple[int, int]], Rehearsal]:
+    with rank_0_of(SIZE):
+        # a plan is made beside the groups of a process, which the trainings use afterwards
+        case, dimensions = PARALLEL["perceptrons"], Dimensions(tp=2)
+        rehearsed = rehearse(job_of(case, 4), options_of(case, "FULL_SHARD", 4, dimensions), dimensions=dimensions)
+        return {case: peak_of(*case) for case in CASES}, rehearsed
 
 
 if __name__ == "__main__":
-    be_the_first_of(SIZE, run)
+    be_alone(measured)
