@@ -90,7 +90,7 @@ def test_one_that_is_put_in_place_of_a_parameter_without_memory_gives_it_memory(
 def test_the_layers_of_a_model_on_the_meta_device_get_memory_one_by_one(rank: int) -> None:
     model = made()
     parameters = [*model.parameters()]
-    with pytest.raises(fsdp.NoMemoryYet, match=r"on meta device: \['0.weight', '0.bias'\]"):
+    with pytest.raises(fsdp.NoMemoryYet, match=r"on meta device: \['0.weight', '0.bias'\]. Call to_empty"):
         model(torch.ones(2, 4))
     model[0].to_empty(device="cpu")
     with pytest.raises(fsdp.NoMemoryYet, match=r"on meta device: \['1.0.weight', '1.0.bias', '1.1.weight', '1.1.bias'\]"):

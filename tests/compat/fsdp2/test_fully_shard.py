@@ -143,13 +143,24 @@ def test_training_ends_in_the_weights_of_a_single_process_whatever_is_called_bef
 
 
 @on_ranks(2)
-def test_unshard_shows_full_parameters_until_reshard(rank: int) -> None:
+def test_unshard_shows_full_parameters_from_wait_until_reshard(rank: int) -> None:
     model = sharded()
-    block = model.blocks[0]
-    block.unshard()
-    assert torch.equal(block[0].weight, net().blocks[0][0].weight)  # type: ignore[index]
+    block, engine = model.blocks[0], unit_ref_of(model).engine
+    handle = block.unshard(async_op=True)
+    assert type(block[0].weight) is not nn.Parameter and len(engine.gathered_units()) == 1
+    for _ in range(2):  # a second time does nothing
+        handle.wait()
+        assert torch.equal(block[0].weight, net().blocks[0][0].weight)  # type: ignore[index]
     block.reshard()
-    assert type(block[0].weight) is not nn.Parameter
+    assert type(block[0].weight) is not nn.Parameter and not engine.gathered_units()
+
+
+@on_ranks(2)
+def test_when_parameters_are_freed_changes_between_steps_only(rank: int) -> None:
+    model = sharded()
+    model.blocks[0].register_forward_hook(lambda *_: model.set_reshard_after_forward(False))
+    with pytest.raises(fsdp.ShardingError, match="set_reshard_after_forward: call it outside any forward"):
+        model(tokens_of(0, rank))
 
 
 @on_ranks(2)
@@ -337,24 +348,6 @@ def test_ignored_parameters_stay_as_they_are(rank: int) -> None:
     assert (type(left).__name__, tuple(left.shape), left.grad is not None) == ("Parameter", (4,), True)
 
 
-@on_ranks(2)
-def test_a_model_on_the_meta_device_gets_values_after_wrapping(rank: int) -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fully_shard(model[1])
-    fully_shard(model)
-    parameters = [*model.parameters()]
-    assert all(p.is_meta for p in parameters)
-    with pytest.raises(fsdp.NoMemoryYet, match=r"on meta device: \['0.weight', '0.bias'\]. Call to_empty"):
-        model(torch.ones(1, 4))
-    model.to_empty(device="cpu")
-    assert all(p is q and p.device.type == "cpu" for p, q in zip(model.parameters(), parameters, strict=True))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(0.5)
-    assert bool((model(torch.ones(1, 4)) == 5.5).all()) is True
-
-
 @pytest.mark.parametrize("assign", [False, True])
 @on_ranks(2)
 def test_loading_a_state_dict_gives_memory_to_a_model_on_the_meta_device(rank: int, assign: bool) -> None:
@@ -372,14 +365,6 @@ def test_loading_a_state_dict_gives_memory_to_a_model_on_the_meta_device(rank: i
     for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(fsdp.full_tensor(mine.grad), wanted.grad)
         torch.testing.assert_close(fsdp.full_tensor(mine).detach(), wanted.detach())
-
-
-@on_ranks(2)
-def test_what_a_state_dict_leaves_out_stays_on_the_meta_device(rank: int) -> None:
-    with torch.device("meta"):
-        model: Any = nn.Linear(4, 3)
-    fully_shard(model).load_state_dict({"bias": torch.ones(3)}, strict=False)
-    assert model.weight.is_meta and (fsdp.full_tensor(model.bias) == 1).all()
 
 
 @on_ranks(2)
