@@ -28,7 +28,7 @@ from fsdp.runtime.registry import collective_call
 from fsdp.shards.refusals import check_fit
 from fsdp.state_dict.fqns import IncompatibleKeys, check_names
 from fsdp.state_dict.model_view import ModelView
-from fsdp.state_dict.param_ranges import gather_ranges
+from fsdp.state_dict.param_ranges import full_params
 from fsdp.state_dict.param_shard import ParamShard, full_value, load_value, param_shards_of
 
 INDEX: Final = "model.safetensors.index.json"
@@ -73,9 +73,8 @@ def export_safetensors(
         for name, tensor in unsharded:
             full = full_value(tensor)
             writer.take(name, full if writer.writers[name] == 0 else copy_from(0, full, comm, name))
-        for param_range, buffer in gather_ranges(model_view.units):
-            for param_shard in param_range.param_shards:
-                writer.take(names[id(param_shard.parameter)], param_range.full_param(buffer, param_shard))
+        for param_shard, full in full_params(model_view.units):
+            writer.take(names[id(param_shard.parameter)], full)
         agree_on_refusals(comm, "export_safetensors", not_written("export_safetensors", folder)(writer.finish))
 
 

@@ -4,7 +4,7 @@ Rule 1: a layout is a pure function of (shapes, itemsize, number of shards). Any
 Rule 2: it costs O(parameters), independent of the number of shards.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf, lcm, prod
@@ -56,18 +56,6 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Neighbouring elements of the unsharded flat buffer that one rank holds."""
-
-    rank: int
-    start: int
-    """Counted from the start of the unsharded flat buffer."""
-    offset: int
-    """Counted from the start of the rank's chunk."""
-    numel: int
-
-
-@dataclass(frozen=True, slots=True)
 class Layout:
     """Parameters laid end to end and cut over the ranks. A rank's chunk is its slice of each segment, one after the other.
 
@@ -105,17 +93,6 @@ class Layout:
         slot = self.slots[index]
         segment = self.segments[slot.segment]
         return slot.start - segment.offset * self.num_shards, segment.numel
-
-    def runs(self, start: int, end: int) -> Iterator[Run]:
-        """The elements `start` to `end` of the unsharded flat buffer, by the ranks that hold them, in order."""
-        for segment in self.segments:
-            base = segment.offset * self.num_shards
-            low, high = max(start, base), min(end, base + segment.numel * self.num_shards)
-            while low < high:
-                rank, skipped = divmod(low - base, segment.numel)
-                numel = min(segment.numel - skipped, high - low)
-                yield Run(rank, low, segment.offset + skipped, numel)
-                low += numel
 
     def part(self, index: int, rank: int) -> ShardExtent:
         """The part of parameter `index` on `rank`. Shapes: see `part_shape`."""

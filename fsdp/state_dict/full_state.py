@@ -17,7 +17,7 @@ from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call
 from fsdp.state_dict.fqns import IncompatibleKeys, check_names, check_values, extra_states, given_by, with_counts
 from fsdp.state_dict.model_view import ModelView
-from fsdp.state_dict.param_ranges import RANGE_BYTES, gather_range, gather_ranges, ranges_of
+from fsdp.state_dict.param_ranges import RANGE_BYTES, full_params, gather_range, ranges_of
 from fsdp.state_dict.param_shard import full_value, load_value
 
 
@@ -39,10 +39,8 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: torch.dev
     wanted = not rank0_only or model_view.world_comm.rank == 0
     copies = Copies("full_state_dict", model_view.world_comm, device, wanted)
     full: dict[int, Any] = {}
-    for param_range, buffer in gather_ranges(model_view.units):
-        for param_shard in param_range.param_shards:
-            found = param_range.full_param(buffer, param_shard)  # which may communicate
-            full[id(param_shard.parameter)] = copies.of(found)
+    for param_shard, found in full_params(model_view.units):
+        full[id(param_shard.parameter)] = copies.of(found)
     for _, value in model_view.entries:
         if id(value) not in full:
             full[id(value)] = copies.of(full_value(value))
@@ -112,10 +110,8 @@ def iter_full_params(
             yield model_view.fqns[id(parameter)], full_value(parameter.detach()).to(dtype or parameter.dtype)
     for unit in model_view.units:
         for param_range in ranges_of(unit, bucket_bytes):
-            buffer = gather_range(param_range, unit.name, param_range.empty())
-            buffer = buffer.to(dtype or buffer.dtype)
-            for param_shard in param_range.param_shards:
-                yield model_view.fqns[id(param_shard.parameter)], param_range.full_param(buffer, param_shard)
+            for param_shard, full in gather_range(param_range, unit.name, dtype=dtype):
+                yield model_view.fqns[id(param_shard.parameter)], full
 
 
 @torch.no_grad()

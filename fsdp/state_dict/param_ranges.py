@@ -1,89 +1,77 @@
-"""Ranges of a unit's unsharded flat buffer, gathered from all ranks or broadcast from one, with bounded memory."""
+"""Full parameters of units, gathered from all ranks in ranges of their flat buffers, with bounded memory."""
 
-from collections.abc import Iterable, Iterator
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from fsdp.comm.joint_gather import broadcast_all
-from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
-from fsdp.state_dict.param_shard import ParamShard
+from fsdp.state_dict.param_shard import ParamShard, param_shards_of
 
 RANGE_BYTES: Final = 32 << 20
 """The limit for a range of several parameters, unless the user gives another one."""
-
-
-class ParamRange(NamedTuple):
-    """Neighbouring parameters of one flat buffer: its elements `start` to `end`, unsharded."""
-
-    param_shards: tuple[ParamShard, ...]
-
-    @property
-    def flat(self) -> FlatBuffer:
-        return self.param_shards[0].flat
-
-    @property
-    def start(self) -> int:
-        return self.param_shards[0].placement.extent.start
-
-    @property
-    def end(self) -> int:
-        return self.param_shards[-1].placement.extent.end
-
-    @property
-    def nbytes(self) -> int:
-        return (self.end - self.start) * self.flat.shard.element_size()
-
-    def empty(self) -> Tensor:
-        """A buffer (end - start,) in the parameters' own dtype."""
-        return torch.empty(self.end - self.start, dtype=self.flat.shard.dtype, device=self.flat.device)
-
-    def full_param(self, buffer: Tensor, param_shard: ParamShard) -> Tensor:
-        """One full parameter of the range: a view of `buffer` (end - start,), or a copy that is gathered, see `Placement`."""
-        extent = param_shard.placement.extent
-        return param_shard.placement.full_of(buffer[extent.start - self.start : extent.end - self.start].view(extent.shape))
+ParamRange = Sequence[ParamShard]
+"""Neighbouring parameters of one flat buffer."""
 
 
 def ranges_of(unit: Unit, limit: int = RANGE_BYTES) -> Iterator[ParamRange]:
     """The parameters of `unit` in ranges of at most `limit` bytes, or of one parameter."""
-    for flat in unit.flats:
-        param_shards: tuple[ParamShard, ...] = ()
-        for index in range(len(flat.param_infos)):
-            longer = ParamRange((*param_shards, ParamShard(flat, index)))
-            if param_shards and longer.nbytes > limit:
-                yield ParamRange(param_shards)
-                longer = ParamRange((ParamShard(flat, index),))
-            param_shards = longer.param_shards
-        yield ParamRange(param_shards)
+    for _, param_shards in groupby(param_shards_of(unit), lambda one: id(one.flat)):
+        found: list[ParamShard] = []
+        for param_shard in param_shards:
+            if found and _nbytes([*found, param_shard]) > limit:
+                yield found
+                found = []
+            found = [*found, param_shard]
+        yield found
 
 
-def gather_range(param_range: ParamRange, label: str, buffer: Tensor) -> Tensor:
-    """Gather a range on every rank into `buffer` (end - start,), with the padding between parameters. Returns it.
+def gather_range(
+    param_range: ParamRange, label: str, memory: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Iterator[tuple[ParamShard, Tensor]]:
+    """Gather a range on every rank; yield its parameters with their full values, which are views of one buffer if they can be.
+
+    `memory`: bytes to gather into; None: new ones. `dtype`: to which the buffer is converted.
 
     Traffic and memory: the size of the range. Each rank that holds elements of it sends them to all others.
     """
-    start, flat = param_range.start, param_range.flat
-    parts: list[tuple[int, Tensor]] = []
-    for run in flat.layout.runs(start, param_range.end):
-        part = buffer[run.start - start : run.start - start + run.numel]
-        if run.rank == flat.rank:
-            part.copy_(flat.shard[run.offset : run.offset + run.numel])
-        parts.append((run.rank, part))
-    broadcast_all(parts, flat.comm, label)
-    return buffer
+    flat, start = param_range[0].flat, param_range[0].placement.extent.start
+    if memory is None:
+        memory = torch.empty(_nbytes(param_range), dtype=torch.uint8, device=flat.device)
+    buffer = memory[: _nbytes(param_range)].view(flat.shard.dtype)
+    spans: list[tuple[int, int, int]] = []
+    for placement in [one.placement for one in param_range]:
+        begin, part = placement.extent.start - start, placement.part
+        buffer[begin + part.first : begin + part.first + part.numel] = flat.shard[part.offset : part.offset + part.numel]
+        spans += [(rank, begin + first, begin + first + numel) for rank, first, numel in placement.cut.spans() if numel]
+    # neighbours on one rank are sent together
+    runs = [(rank, [*run]) for rank, run in groupby(spans, itemgetter(0))]
+    broadcast_all([(rank, buffer[run[0][1] : run[-1][2]]) for rank, run in runs], flat.comm, label)
+    buffer = buffer.to(dtype or buffer.dtype)
+    for param_shard in param_range:
+        extent = param_shard.placement.extent
+        # which may communicate
+        yield param_shard, param_shard.placement.full_of(buffer[extent.start - start : extent.end - start].view(extent.shape))
 
 
-def gather_ranges(units: Iterable[Unit]) -> Iterator[tuple[ParamRange, Tensor]]:
-    """The ranges of `units`, each as soon as it is gathered, see `gather_range`. The next one overwrites it.
+def full_params(units: Iterable[Unit]) -> Iterator[tuple[ParamShard, Tensor]]:
+    """The parameters of `units` with their full values, as soon as their range is gathered. The next range overwrites them.
 
     One buffer for all: new memory for each range left holes between tensors that are kept, a third of a model in all.
     """
     ranges = [(unit, found) for unit in units for found in ranges_of(unit)]
     if not ranges:
         return
-    memory = torch.empty(max(one.nbytes for _, one in ranges), dtype=torch.uint8, device=ranges[0][1].flat.device)
+    memory = torch.empty(max(_nbytes(one) for _, one in ranges), dtype=torch.uint8, device=ranges[0][1][0].flat.device)
     for unit, param_range in ranges:
-        buffer = memory[: param_range.nbytes].view(param_range.flat.shard.dtype)
-        yield param_range, gather_range(param_range, unit.name, buffer)
+        yield from gather_range(param_range, unit.name, memory)
+
+
+def _nbytes(param_range: ParamRange) -> int:
+    """The bytes of a range, with the padding between parameters."""
+    numel = param_range[-1].placement.extent.end - param_range[0].placement.extent.start
+    return numel * param_range[0].flat.shard.element_size()

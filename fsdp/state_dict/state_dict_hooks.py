@@ -25,7 +25,7 @@ from fsdp.runtime.registry import refuse_borrowing, refuse_unless_resting
 from fsdp.shards.dtensors import local_of
 from fsdp.shards.shard_tensor import ShardTensor, plain
 from fsdp.state_dict.fqns import TRANSPARENT, check_names, check_values, entries, extra_states, with_counts
-from fsdp.state_dict.param_ranges import ParamRange, gather_range
+from fsdp.state_dict.param_ranges import gather_range
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
 from state_machine import State
 
@@ -121,11 +121,9 @@ class StateHooks(RefuseCopy):
     def _in_full(self, param_shard: ParamShard, value: Tensor, call: FullStateCall) -> Tensor:
         """The full parameter. Communicates. torch drops what it gets on a rank that does not keep it, so there it is `value`."""
         refuse_unless_resting("get_model_state_dict", self._engine)
-        param_range = ParamRange((param_shard,))
-        buffer = gather_range(param_range, self._unit.name, param_range.empty())
+        ((_, full),) = gather_range([param_shard], self._unit.name)
         if not call.keeps:
             return value
-        full = param_range.full_param(buffer, param_shard)
         return full.cpu() if call.offloads else full
 
     def _refuse_renamed_shards(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from itertools import accumulate, product
+from itertools import product
 from math import prod
 from types import FrameType
 from typing import Any
@@ -231,18 +231,20 @@ def test_in_a_row_layout_of_several_parameters_each_is_cut_as_chunk_does(itemsiz
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("make", [make_row_layout, make_layout])
-def test_runs_say_who_holds_which_elements(make: Callable[..., Layout], num_shards: int) -> None:
+def test_spans_say_who_holds_which_elements(make: Callable[..., Layout], num_shards: int) -> None:
     layout = make(SEVERAL, 4, num_shards)
     for index, slot in enumerate(layout.slots):
-        runs = list(layout.runs(slot.start, slot.end))
-        assert sum(run.numel for run in runs) == slot.numel
-        parts = {rank: layout.part(index, rank) for rank, numel in enumerate(layout.cut(index).numels()) if numel}
-        assert [run.rank for run in runs] == list(parts)
-        for run in runs:
-            part = parts[run.rank]
-            assert (run.start - slot.start, run.offset, run.numel) == (part.first, part.offset, part.numel)
-    whole = list(layout.runs(0, layout.numel))
-    assert [run.start for run in whole] == [0, *accumulate(run.numel for run in whole)][:-1]
+        spans = [span for span in layout.cut(index).spans() if span[2]]
+        parts = {rank: layout.part(index, rank) for rank in range(num_shards)}
+        assert [rank for rank, _, _ in spans] == [rank for rank, part in parts.items() if part.numel]
+        assert [(first, numel) for _, first, numel in spans] == [(one.first, one.numel) for one in parts.values() if one.numel]
+        ends = [first + numel for _, first, numel in spans]
+        assert [first for _, first, _ in spans] == [0, *ends][: len(spans)] and ends[-1:] == [slot.numel][: len(spans)]
+        for rank, first, numel in spans:  # each lies in one segment, at its offset
+            begin = slot.start + first
+            segment = [one for one in layout.segments if one.offset * num_shards <= begin][-1]
+            assert begin + numel <= segment.offset * num_shards + (rank + 1) * segment.numel
+            assert parts[rank].offset == segment.offset + begin - segment.offset * num_shards - rank * segment.numel
 
 
 @pytest.mark.parametrize("num_shards", [2, 3, 4, 7])
@@ -252,9 +254,10 @@ def test_the_wire_has_the_chunk_of_each_rank_in_turn(num_shards: int) -> None:
     cutter = Cutter([(slot.start, slot.numel, slot.shape, 0) for slot in layout.slots], torch.device("cpu"))
     wire = WireOfSegments(layout, placements, cutter)
     memory = torch.arange(layout.numel)
+    starts = [[one.offset * num_shards + rank * one.numel for one in layout.segments] for rank in range(num_shards)]
     chunks = [
-        torch.cat([memory[run.start : run.start + run.numel] for run in layout.runs(0, layout.numel) if run.rank == rank])
-        for rank in range(num_shards)
+        torch.cat([memory[start : start + one.numel] for start, one in zip(of_rank, layout.segments, strict=True)])
+        for of_rank in starts
     ]
     gathered = torch.cat(chunks)
     assert torch.equal(torch.cat(wire.segments_of(memory), 1), gathered.view(num_shards, -1))

@@ -21,7 +21,7 @@ from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import refuse_unless_resting
 from fsdp.shards.sharded_value import ShardedValue
-from fsdp.state_dict.param_ranges import gather_ranges
+from fsdp.state_dict.param_ranges import full_params
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
 
 FLAT_NAME = "_flat_param"
@@ -120,20 +120,18 @@ def _put_parameters(
             for key in keys.get(param_shard, ()):
                 state_dict[key] = param_shard.placement.value(key, param_shard.parameter)
         return
-    for param_range, buffer in gather_ranges([unit]):
-        for param_shard in param_range.param_shards:
-            names = keys.get(param_shard, ())
-            if absent:
-                for key in names:
-                    del state_dict[key]
-                continue
-            full = param_range.full_param(buffer, param_shard)
-            value = full.detach().clone()
-            if kind is StateDictType.SHARDED_STATE_DICT:
-                value = part_of(instance, value, param_shard.parameter)
-            if config.offload_to_cpu:
-                value = value.cpu()
-            state_dict.update(dict.fromkeys(names, value))
+    for param_shard, full in full_params([unit]):
+        names = keys.get(param_shard, ())
+        if absent:
+            for key in names:
+                del state_dict[key]
+            continue
+        value = full.detach().clone()
+        if kind is StateDictType.SHARDED_STATE_DICT:
+            value = part_of(instance, value, param_shard.parameter)
+        if config.offload_to_cpu:
+            value = value.cpu()
+        state_dict.update(dict.fromkeys(names, value))
 
 
 def part_of(instance: Any, full: Tensor, parameter: Tensor) -> Any:
