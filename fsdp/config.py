@@ -272,19 +272,12 @@ def make_config(
     *,
     sharding_strategy: str | Enum | None,
     reshard_after_forward: bool | None,
-    mp_policy: MixedPrecisionPolicy,
-    prefetch: int,
     sync_module_states: bool,
     guard: bool | None,
     reduction: ReductionPolicy | None,
-    broadcast_buffers: bool,
-    aligned: bool,
-    plain_shards: bool,
-    dtensors: bool,
-    uneven_paths: bool,
-    offload: OffloadPolicy | None,
+    **options: Any,
 ) -> Config:
-    """Check each option and all of them together.
+    """Check each option and all of them together. `options`: those that are fields of `Config` as they are.
 
     Raises:
         ShardingError: an option has a wrong value, or two options contradict each other.
@@ -298,56 +291,47 @@ def make_config(
         )
     if reshard_after_forward is False and reshard_policy is ReshardPolicy.AFTER_FORWARD:
         reshard_policy = ReshardPolicy.AFTER_BACKWARD
-    _check_count("prefetch", prefetch, "units", 0)
     check_flag("guard", guard, or_none=True)
-    guarded = os.environ.get(GUARD_VARIABLE) == "1" if guard is None else guard
     reduction = ReductionPolicy() if reduction is None else reduction
+    config = Config(
+        reshard_policy,
+        mesh_kind,
+        keeps_buckets,
+        keep_root=reshard_after_forward is not True,
+        guard=os.environ.get(GUARD_VARIABLE) == "1" if guard is None else guard,
+        sync_module_states=as_flag("sync_module_states", sync_module_states),
+        reduction=reduction,
+        **options,
+    )
+    _check_count("prefetch", config.prefetch, "units", 0)
     if not isinstance(reduction, ReductionPolicy):
         raise ShardingError(f"reduction must be a fsdp.ReductionPolicy, not {reduction!r}.")
-    check_flag("uneven_paths", uneven_paths)
-    if uneven_paths and reduction.static_graph:
+    for name in ("uneven_paths", "broadcast_buffers", "aligned", "plain_shards", "dtensors"):
+        check_flag(name, getattr(config, name))
+    if config.uneven_paths and reduction.static_graph:
         raise ShardingError("uneven_paths and reduction.static_graph contradict each other: paths may change; give one of them.")
-    if uneven_paths:
-        reduction = replace(reduction, find_unused_parameters=False)  # which it includes, under every strategy
-    if reduction.find_unused_parameters and mesh_kind is not MeshKind.REPLICATE:
+    if reduction.find_unused_parameters and not config.uneven_paths and mesh_kind is not MeshKind.REPLICATE:
         raise ShardingError(
             "reduction.find_unused_parameters needs sharding_strategy='NO_SHARD': under "
             f"{sharding_strategy!r} a unit is gathered by all ranks or none. Some ranks only may use a parameter without it."
         )
-    flags = {"broadcast_buffers": broadcast_buffers, "aligned": aligned, "plain_shards": plain_shards, "dtensors": dtensors}
-    for name, flag in flags.items():
-        check_flag(name, flag)
-    if dtensors and plain_shards:
+    if config.dtensors and config.plain_shards:
         raise ShardingError("dtensors and plain_shards contradict each other; give one of them.")
-    if dtensors and mesh_kind is MeshKind.REPLICATE:
+    if config.dtensors and mesh_kind is MeshKind.REPLICATE:
         raise ShardingError(f"dtensors: {sharding_strategy!r} cuts no parameter; leave dtensors out.")
-    if offload is not None and uneven_paths:
+    if config.offload is not None and config.uneven_paths:
         raise ShardingError(
             "offload_policy and uneven_paths cannot be combined: a rank takes part in gathers of others at any time, and their "
             "shards must be in device memory then; give one of them."
         )
-    if uneven_paths and broadcast_buffers:
+    if config.uneven_paths and config.broadcast_buffers:
         raise ShardingError(
             "uneven_paths and broadcast_buffers contradict each other: a rank may leave a forward out. Broadcast the buffers "
             "yourself, after a backward or after fsdp.meet on every rank."
         )
-    return Config(
-        reshard_policy,
-        mesh_kind,
-        keeps_buckets,
-        reshard_after_forward is not True,
-        mp_policy,
-        guarded,
-        prefetch,
-        as_flag("sync_module_states", sync_module_states),
-        reduction,
-        broadcast_buffers,
-        aligned,
-        plain_shards,
-        dtensors,
-        uneven_paths,
-        offload,
-    )
+    if config.uneven_paths:  # which includes it, under every strategy
+        config = replace(config, reduction=replace(reduction, find_unused_parameters=False))
+    return config
 
 
 def find_strategy(sharding_strategy: str | Enum | None) -> Sharding:
