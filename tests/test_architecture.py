@@ -53,6 +53,7 @@ ORDER = (
     "device",
     "config",
     "file_errors",
+    "random_states",
     "errors",
     "log",
     "autograd",

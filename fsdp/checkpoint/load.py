@@ -19,11 +19,11 @@ from fsdp.checkpoint.manifest import NAME, Manifest, read_manifest
 from fsdp.checkpoint.own_values import refuse_lost_versions, seen_by
 from fsdp.checkpoint.plain_values import unpack
 from fsdp.checkpoint.progress_bar import Progress, ProgressOption
-from fsdp.checkpoint.rng import restore_random_states
 from fsdp.checkpoint.save import EMA_PART, RANDOM, RANK_MARK, Pathlike, layout_entry, refuse_kind
 from fsdp.comm.agreement import agree_on_refusals
 from fsdp.errors import ShardingError
 from fsdp.file_errors import file_errors
+from fsdp.random_states import restore_random_states
 from fsdp.runtime.registry import collective_call
 from fsdp.shards.cut import Shape
 from fsdp.shards.refusals import check_fit

@@ -22,12 +22,12 @@ from fsdp.checkpoint.background import Saving, finished, run_in_background, wait
 from fsdp.checkpoint.manifest import NAME, Manifest, read_manifest
 from fsdp.checkpoint.plain_values import pack, storable
 from fsdp.checkpoint.progress_bar import Progress, ProgressOption
-from fsdp.checkpoint.rng import random_states
 from fsdp.comm.agreement import agree_and_share, agree_on_refusals
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.open_communicators import background_comm
 from fsdp.errors import ShardingError, name_ranks
 from fsdp.file_errors import reason_of
+from fsdp.random_states import random_states
 from fsdp.runtime.registry import collective_call
 from fsdp.shards.state_placement import State, StatePlacement
 from fsdp.state_dict.ema import EMA

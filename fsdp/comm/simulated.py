@@ -7,7 +7,6 @@ Rule 3: data moves as early or as late as a network might move it: after every r
 
 import pickle
 import random
-import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +37,7 @@ from fsdp.comm.simulated_ops import (
 )
 from fsdp.comm.work import Work
 from fsdp.errors import FEWER_BATCHES, PeerFailed, ShardingError, WorldError, name_ranks
+from fsdp.random_states import random_states, restore_random_states
 
 T = TypeVar("T")
 
@@ -592,18 +592,8 @@ def _keep_device_guard() -> None:
 
 def _keep_random_state() -> Callable[[], None]:
     """Return a function that restores the random state which this process has now."""
-    of_torch, of_python = torch.get_rng_state(), random.getstate()
-    # without the import nothing can draw from it
-    numpy: Any = sys.modules.get("numpy.random")
-    of_numpy = None if numpy is None else numpy.get_state(legacy=False)
-
-    def restore() -> None:
-        torch.set_rng_state(of_torch)
-        random.setstate(of_python)
-        if numpy is not None:
-            numpy.set_state(of_numpy)
-
-    return restore
+    host = torch.device("cpu")
+    return partial(restore_random_states, random_states(host), host)
 
 
 def _quote(failure: BaseException) -> str:
