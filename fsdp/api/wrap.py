@@ -32,7 +32,7 @@ from fsdp.building.shardable import (
     device_of,
     with_dtensors,
 )
-from fsdp.building.torch_policies import PrecisionFields, offload_of, precision_of
+from fsdp.building.torch_policies import offload_of, precision_of
 from fsdp.comm.context import CommContext
 from fsdp.comm.dtensor_mesh import groups_around, open_mesh, ranks_around
 from fsdp.comm.open_communicators import Mesh, ProcessGroup, open_across, open_comms, open_routed
@@ -76,7 +76,7 @@ def fully_shard(
     auto_wrap_policy: WrapPolicy | None = None,
     sharding_strategy: str | Enum | None = "FULL_SHARD",
     reshard_after_forward: bool | None = None,
-    mp_policy: PrecisionFields | None = None,
+    mp_policy: object = None,
     sync_module_states: bool = False,
     param_init_fn: Callable[[nn.Module], object] | None = None,
     ignored_modules: Collection[nn.Module] | None = None,

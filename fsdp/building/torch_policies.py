@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Final, Protocol
 
-import torch
 from torch import nn
 
 from fsdp.config import MixedPrecisionPolicy, OffloadPolicy
@@ -32,17 +31,6 @@ OF_FSDP1: Final = (*COMMON, "buffer_dtype", "keep_low_precision_grads", "cast_ro
 UNKNOWN: Final = "this version of fsdp does not know it, and would go on without it; leave it out."
 OFFLOADS: Final = ("pin_memory", "offload_params")
 """The fields of FSDP2's and FSDP1's policies for offload."""
-
-
-class PrecisionFields(Protocol):
-    """What `fsdp.MixedPrecisionPolicy`, FSDP2's class of that name and FSDP1's `MixedPrecision` have in common."""
-
-    @property
-    def param_dtype(self) -> torch.dtype | None: ...
-    @property
-    def reduce_dtype(self) -> torch.dtype | None: ...
-    @property
-    def cast_forward_inputs(self) -> bool: ...
 
 
 # wrapping policies ------------------------------------------------------------------------
@@ -91,7 +79,7 @@ def custom_choice(policy: CustomPolicy, root: nn.Module, ignored: Collection[int
 # mixed precision --------------------------------------------------------------------------
 
 
-def precision_of(policy: PrecisionFields | None, root: nn.Module, wraps: bool) -> MixedPrecisionPolicy:
+def precision_of(policy: Any, root: nn.Module, wraps: bool) -> MixedPrecisionPolicy:
     """Convert a policy of FSDP1 or FSDP2, field by field. `wraps`: there is an auto_wrap_policy.
 
     Raises:
@@ -119,7 +107,7 @@ def precision_of(policy: PrecisionFields | None, root: nn.Module, wraps: bool) -
     )
 
 
-def _refuse_what_fsdp1_alone_does(policy: PrecisionFields, root: nn.Module, wraps: bool) -> None:
+def _refuse_what_fsdp1_alone_does(policy: Any, root: nn.Module, wraps: bool) -> None:
     if getattr(policy, "keep_low_precision_grads", False):
         raise ShardingError("mp_policy.keep_low_precision_grads=True: `.grad` always has the dtype of the shards; leave it out.")
     dtype = getattr(policy, "buffer_dtype", None)
