@@ -33,7 +33,7 @@ def register_comm_hook(model: nn.Module, state: object, hook: Callable[..., Futu
     engines = engines_in(model, "register_comm_hook")
     for engine in engines:
         refuse_unless_resting("register_comm_hook", engine)
-        if engine.reducer.hook is not None:
+        if engine.reducer.reductions.hook is not None:
             raise ShardingError("register_comm_hook: this model has a communication hook already; a second would replace it.")
         if engine.comms.inner:
             raise refusal("register_comm_hook: some units are shared by a part of the ranks, which a hook cannot know.", engine)

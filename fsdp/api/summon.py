@@ -76,7 +76,7 @@ def summoned_units(units: Iterable[UnitRef], writeback: bool) -> Iterator[None]:
         for unit in units:
             if not unit.unit.has_full_params:
                 unit.unit.check_shards()
-            unit.on_event(Event.SUMMON)
+            unit.engine.on_event(unit.index, Event.SUMMON)
             entered.append(unit)
         yield
         for unit in entered if writeback else ():  # all of them before the first one writes
@@ -84,7 +84,7 @@ def summoned_units(units: Iterable[UnitRef], writeback: bool) -> Iterator[None]:
         writes_back = writeback
     finally:
         for unit in entered:
-            unit.on_event(Event.UNSUMMON_WRITEBACK if writes_back else Event.UNSUMMON_DISCARD)
+            unit.engine.on_event(unit.index, Event.UNSUMMON_WRITEBACK if writes_back else Event.UNSUMMON_DISCARD)
 
 
 def full_parameters(model: nn.Module) -> AbstractContextManager[None]:

@@ -351,7 +351,7 @@ def _check_plan(plan: Sequence[Planned], comms: CommContext, config: Config, mod
                 f"unit {one.name!r} does not reduce its gradients, by no_sync or set_requires_gradient_sync, and would now; "
                 "say so on the outermost module, after wrapping."
             )
-        if inner.engine.reducer.hook is not None:
+        if inner.engine.reducer.reductions.hook is not None:
             raise ShardingError(
                 f"unit {one.name!r} has a communication hook, which would be lost; register it on the outermost module, after "
                 "wrapping."

@@ -101,7 +101,7 @@ def _refuse_losses(engine: Engine) -> None:
             f"copy.deepcopy: unit {name!r} does not reduce its gradients, by no_sync or set_requires_gradient_sync, and the copy "
             "would; copy the model while it does."
         )
-    if engine.reducer.hook is not None:
+    if engine.reducer.reductions.hook is not None:
         raise ShardingError(
             f"copy.deepcopy: unit {name!r} has a communication hook, whose state belongs to one model; copy the model before you "
             "register the hook, and register another one on the copy."

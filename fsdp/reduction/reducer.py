@@ -91,11 +91,6 @@ class Reducer:
         self._make_groups()
         self.begin()
 
-    @property
-    def hook(self) -> CommHook | None:
-        """The comm hook that reduces buckets in place of the engine."""
-        return self.reductions.hook
-
     def set_hook(self, hook: CommHook) -> None:
         """From now on, a comm hook reduces buckets in place of the engine."""
         self.reductions.hook = hook

@@ -14,7 +14,7 @@ from fsdp.params.module_tree import ModuleTree
 from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.forward_hooks import ForwardHooks
-from state_machine import Event, Request, State
+from state_machine import Request, State
 
 KEEPS_ENGINE: Final = "_fsdp_keeps_engine"
 """The attribute of a class of modules that cannot do without their engine. It says what to do instead of `fsdp.unwrap`."""
@@ -42,10 +42,6 @@ class UnitRef:
     @property
     def unit(self) -> Unit:
         return self.engine.units[self.index]
-
-    def on_event(self, event: Event) -> None:
-        """Pass an event of this unit to the engine."""
-        self.engine.on_event(self.index, event)
 
 
 def unit_ref_of(module: nn.Module) -> UnitRef | None:

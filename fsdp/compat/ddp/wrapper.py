@@ -280,7 +280,7 @@ class DistributedDataParallel(ReplicatedModule):
         """
         try:
             check_hook(hook)
-            if self._unit_ref.engine.reducer.hook is not None:
+            if self._unit_ref.engine.reducer.reductions.hook is not None:
                 raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         except Exception as error:
             self._error = str(error)

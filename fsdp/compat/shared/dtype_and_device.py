@@ -183,5 +183,5 @@ def _converted_grad(grad: Tensor | None, fn: Conversion) -> Tensor | None:
 def _take_over(new: Engine, old: Engine) -> None:
     """Give an engine what was set on the one before it."""
     new.synchronises = old.synchronises
-    if (hook := old.reducer.hook) is not None:
+    if (hook := old.reducer.reductions.hook) is not None:
         new.reducer.set_hook(hook)

@@ -96,7 +96,7 @@ def divide_by(caller: str, ref: UnitRef, before: float, after: float) -> None:
     for factor in (before, after):
         check_factor(caller, factor)
     refuse_unless_resting(caller, ref.engine)
-    if ref.engine.reducer.hook is not None:
+    if ref.engine.reducer.reductions.hook is not None:
         raise refusal(f"{caller}: a communication hook reduces the gradients, and it alone divides them.", ref.engine)
     ref.engine.reducer.set_divide_factors(ref.unit, (before, after))
 

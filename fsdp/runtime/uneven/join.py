@@ -100,7 +100,7 @@ def _root_to_join(model: nn.Module, step: object, rules: JoinRules) -> UnitRef:
         raise ShardingError(f"join takes a function that steps, such as optimizer.step, not {step!r}.")
     if engine.watcher.is_join:
         raise ShardingError("join: this model is inside another join already.")
-    if engine.reducer.hook is not None and not rules.divides_by_all_ranks:
+    if engine.reducer.reductions.hook is not None and not rules.divides_by_all_ranks:
         raise ShardingError("join: the communication hook of this model averages over all ranks, also those that have finished.")
     if engine.comms.inner:
         raise ShardingError("join: some units are shared by a part of the ranks; give every rank as many batches.")
