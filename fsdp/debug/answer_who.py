@@ -12,9 +12,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
 
 from fsdp.debug.error_notes import EngineSnapshot
@@ -95,13 +94,13 @@ class RankAnswers:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "models": [_describe(one) for one in self._snapshots()],
-            "stack": main_stack(sys._current_frames()),
+            "stack": main_stack(),
         }
 
 
-def main_stack(frames: Mapping[int, FrameType]) -> list[str]:
-    """The innermost lines of the stack of the main thread, innermost last; none if that has ended. `frames`: of all threads."""
-    frame = frames.get(threading.main_thread().ident or 0)
+def main_stack() -> list[str]:
+    """The innermost lines of the stack of the main thread, innermost last; none if that has ended."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return "".join(traceback.format_stack(frame)[-FRAMES:]).splitlines() if frame is not None else []
 
 

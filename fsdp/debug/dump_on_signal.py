@@ -10,7 +10,6 @@ descriptor already (asyncio does), the handler prints.
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -84,7 +83,7 @@ def dump() -> str:
         # models on the same communicators wait for the same calls
         lines += [line for line in lines_of(now) if line not in shared]
         shared.update(communicator_lines(now))
-    if stack := main_stack(sys._current_frames()):
+    if stack := main_stack():
         lines += ["main thread, innermost call last:", *stack]
     return "\n".join(lines)
 

@@ -23,7 +23,6 @@ class _Full(NamedTuple):
     parameter: nn.Parameter
     shard: nn.Parameter
     """The other of two objects, of which one is the user's."""
-    name: str
     placement: Placement
     view: Tensor
     """Where the values lie, unless the user has put them elsewhere."""
@@ -59,28 +58,28 @@ class FullParams:
             tracker.add("lent", size_of(buffer))
             self._buffers.append(buffer)
         for flat, buffer in zip(self._flats, self._buffers, strict=True):
-            for parameter, placement, info in zip(flat.sharded_params, flat.placements, flat.param_infos, strict=True):
-                name = summoned[parameter] = info.names[0]
+            for parameter, placement in zip(flat.sharded_params, flat.placements, strict=True):
+                summoned[parameter] = placement.name
                 view = placement.full_in(buffer)
                 full = nn.Parameter(view.data, parameter.requires_grad)
                 address = _address(placement, full)
                 if placement.replaces_param:
                     self.in_place_of[id(parameter)] = full
-                    self._gathered.append(_Full(full, parameter, name, placement, view, address))
+                    self._gathered.append(_Full(full, parameter, placement, view, address))
                 else:
                     exchange(parameter, full)
-                    self._gathered.append(_Full(parameter, full, name, placement, view, address))
+                    self._gathered.append(_Full(parameter, full, placement, view, address))
 
     @torch.no_grad()
     def check(self) -> None:
         """Raise ShardingError if a parameter points at a tensor of another shape or dtype, which no shard could take."""
-        for full, _, name, placement, view, address in self._gathered:
+        for full, _, placement, view, address in self._gathered:
             fits = full.shape == view.shape and full.dtype == view.dtype
             if not fits or _address(placement, full) != address:
                 what = "a DTensor, whose values are in its local tensor" if fits else f"{tuple(view.shape)}, {view.dtype}"
                 raise ShardingError(
-                    f"parameter {name!r} became {tuple(full.shape)}, {full.dtype} inside summon_full_params by `.data = x`; "
-                    f"it is {what}. Copy into it instead."
+                    f"parameter {placement.name!r} became {tuple(full.shape)}, {full.dtype} inside summon_full_params by "
+                    f"`.data = x`; it is {what}. Copy into it instead."
                 )
 
     @torch.no_grad()

@@ -67,7 +67,7 @@ def refuse_dcp(info: ShardInfo) -> NoReturn:
     )
 
 
-def check_fit(operation: str, name: str, given: object, shape: Shape, dtype: torch.dtype, allows_dtensor: bool = False) -> Tensor:
+def check_fit(operation: str, name: str, given: object, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Return `given`, which can be loaded into a tensor of `shape` and `dtype` without loss. Errors begin with `operation`.
 
     Raises:
@@ -75,7 +75,7 @@ def check_fit(operation: str, name: str, given: object, shape: Shape, dtype: tor
     """
     if not isinstance(given, Tensor):
         raise ShardingError(f"{operation}: {name!r} is {type(given).__name__}, not a tensor.")
-    if not allows_dtensor and callable(getattr(given, "full_tensor", None)):
+    if callable(getattr(given, "full_tensor", None)):
         raise ShardingError(f"{operation}: {name!r} is a {type(given).__name__}: give what its full_tensor() returns.")
     if tuple(given.shape) != shape:
         raise StateMismatch(f"{operation}: {name!r} has shape {tuple(given.shape)}, the model has {shape}.")

@@ -1,6 +1,5 @@
 """What ranks get from each other at the end of a join without a step: weights, gradients, buffers, state of optimizers."""
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -14,6 +13,7 @@ from fsdp.autograd.dynamo import uncompiled
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.joint_gather import copy_from
 from fsdp.errors import ShardingError, name_ranks
+from fsdp.shards.optimizer_state import living_optimizers
 
 _LABEL: Final = "the result of join"
 
@@ -36,7 +36,7 @@ def stepped_optimizers(model: nn.Module) -> Iterator[Callable[[], list[Optimizer
 
     handle = register_optimizer_step_post_hook(uncompiled(on_step))
     try:
-        yield lambda: stepped or [one for one in gc.get_objects() if issubclass(type(one), Optimizer) and has_params(one)]
+        yield lambda: stepped or [one for one in living_optimizers() if has_params(one)]
     finally:
         handle.remove()
 
