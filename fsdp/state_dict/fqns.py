@@ -31,10 +31,7 @@ def entries(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def first_names(model: nn.Module) -> dict[int, str]:
     """The first name of each tensor in `entries`, by its id."""
-    found: dict[int, str] = {}
-    for name, tensor in entries(model):
-        found.setdefault(id(tensor), name)
-    return found
+    return {id(tensor): name for name, tensor in reversed([*entries(model)])}
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
