@@ -55,17 +55,8 @@ def document(recorder: Recorder, info: TraceInfo) -> dict[str, Any]:
     found = [*_lane_names(info), *_slices(recorder, info)]
     found.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0.0), -event.get("dur", 0.0)))
     # the part of the file that Perfetto ignores and the report reads
-    metadata = {
-        "version": VERSION,
-        "rank": info.rank,
-        "world_size": info.world_size,
-        "host": info.host,
-        "began_at": info.began_at,
-        "length": info.time(info.ended),
-        "units": list(info.units),
-        "unit_bytes": list(info.unit_bytes),
-        "options": info.options,
-    }
+    about = {name: value for name, value in info._asdict().items() if name not in ("roots", "began", "ended")}
+    metadata = {"version": VERSION, "length": info.time(info.ended), **about}
     return {"displayTimeUnit": "ms", "fsdp": metadata, "traceEvents": found}
 
 
