@@ -375,7 +375,7 @@ def _peers(group: dist.ProcessGroup) -> PeerMonitor | None:
         return carrier_of(connected, devices) if more.endswith(f"/{ROUTED}") else connected
 
     args, limit = (*place, None if gloo is None else connect), time_out.total_seconds()
-    peers = DevicePeerMonitor(*args, _watchdog, limit) if on_device else PeerMonitor(*args, limit)
+    peers = DevicePeerMonitor(_watchdog, *args, limit) if on_device else PeerMonitor(*args, limit)
     peers.group = group.group_name
     peers.job = JobWaits(c10d.PrefixStore("fsdp/waits of the job", store), dist.get_rank())
     # torch owns the group: its threads and the monitor's end with destroy_process_group()

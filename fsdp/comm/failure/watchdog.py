@@ -13,12 +13,12 @@ ahead, and computed with what the aborted collectives left. Ranks that failed af
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from threading import Event, Thread, current_thread
 from typing import Any, Final
 
-from fsdp.comm.failure.desync import STALL_SECONDS, TIME_OUT, Store
+from fsdp.comm.failure.desync import STALL_SECONDS
 from fsdp.comm.failure.peer_monitor import CLOSING, ENDED, RESTART, PeerMonitor, PendingError, abandoned_by
 from fsdp.comm.failure.pending_call import PendingCall
 from fsdp.errors import PeerFailed, WorldError
@@ -82,16 +82,8 @@ class DeviceWatchdog:
 class DevicePeerMonitor(PeerMonitor):
     """The monitor of a group with collectives on a device. Its collectives on the host are watched as `PeerMonitor` does."""
 
-    def __init__(
-        self,
-        store: Store,
-        scope: Callable[[str], Store],
-        ranks: Sequence[int],
-        rank: int,
-        connect: Callable[[str], Any] | None,
-        watchdog: DeviceWatchdog,
-        time_out: float = TIME_OUT,
-    ) -> None:
+    def __init__(self, watchdog: DeviceWatchdog, *of_group: Any) -> None:
+        """`of_group`: the arguments of a `PeerMonitor`."""
         self.aborts: list[Callable[[], None]] = []
         """For each communicator, the function that aborts its collectives in flight."""
         self.counts_all = True
@@ -108,7 +100,7 @@ class DevicePeerMonitor(PeerMonitor):
         self._unwatched = False
         """True once the watchdog leaves this group alone."""
         self._watchdog = watchdog
-        super().__init__(store, scope, ranks, rank, connect, time_out)
+        super().__init__(*of_group)
         self._publishes = True
         watchdog.add(self)
 

@@ -48,7 +48,7 @@ class Rank:
 
     def open_group(self, store: MemoryStore, rank: int, size: int) -> DevicePeerMonitor:
         ranks = [10 + r for r in range(size)]
-        lines = DevicePeerMonitor(store, lambda name: Scope(store, name), ranks, rank, None, self.device)
+        lines = DevicePeerMonitor(self.device, store, lambda name: Scope(store, name), ranks, rank, None)
         lines.aborts.append(self.aborted.set)
         lines.open("shard")
         opened.append(lines)
