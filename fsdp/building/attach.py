@@ -81,7 +81,7 @@ def _make_passes(engine: Engine) -> Passes:
         forward, backward = (
             PrefetchSchedule(config.prefetch, f"{kind} of {names[0]!r}", names, sizes, cap) for kind in ("forward", "backward")
         )
-        path = PathPolicy(forward, backward, engine.reducer.reduce)
+        path = PathPolicy(forward, backward)
         numbers = {id(module): number for number, unit in enumerate(units) for module in unit.modules}
         for number, unit in enumerate(units):
             for schedule, ahead in zip((forward, backward), unit.settings.ahead, strict=True):

@@ -79,7 +79,8 @@ class Passes:
                 Action.RESHARD: partial(engine.request, request=Request.RESHARD),
                 Action.INTERCEPT_READS: lambda index: units[index].intercept_reads(),
                 Action.JOIN_BACKWARD: self.begin_backward,
-                Action.REDUCE_GRADS: path.reduce_grads,
+                # where ranks go different ways, gradients of a unit may come later on another one, or not at all
+                Action.REDUCE_GRADS: reducer.reduce if path.same_for_all else lambda index: None,
                 Action.FLUSH_GRADS: reducer.flush,
                 Action.COMMIT: self.commit,
                 Action.ACCUMULATE_UNSHARDED: reducer.accumulate_unsharded,

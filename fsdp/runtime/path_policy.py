@@ -1,6 +1,5 @@
 """What the passes of a root ask where ranks may go different ways, and what calls them back inside `fsdp.join`."""
 
-from collections.abc import Callable
 from typing import Any
 
 from fsdp.runtime.prefetch import PrefetchSchedule
@@ -12,11 +11,9 @@ class PathPolicy:
     same_for_all = True
     """Whether all ranks call the same units in the same order, so that they end each pass together."""
 
-    def __init__(self, forward: PrefetchSchedule, backward: PrefetchSchedule, reduce_grads: Callable[[int], None]) -> None:
-        """`reduce_grads` is called when the gradients of a unit are complete on this rank, with the number of the unit."""
+    def __init__(self, forward: PrefetchSchedule, backward: PrefetchSchedule) -> None:
         self.forward = forward
         self.backward = backward
-        self.reduce_grads = reduce_grads
 
     def on_step_completed(self) -> None:
         """All ranks have reduced all gradients of a step."""

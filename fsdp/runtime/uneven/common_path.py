@@ -35,7 +35,7 @@ class CommonPath(PathPolicy):
         self._engine = engine
         self._order = GatherOrder(engine.units, engine.comms, engine.streams, engine.tracker, engine.reducer.used_params.combine)
         schedule = CommonSchedule(self, self._order, engine.units[0].config.prefetch)
-        super().__init__(schedule, schedule, _keep_until_the_end)
+        super().__init__(schedule, schedule)
         self._forward_phase = Phase.FORWARD
         """The phase of the forward of the root that runs, or ran last."""
         self.has_met = False
@@ -146,10 +146,6 @@ class CommonPath(PathPolicy):
             )
         assert isinstance(watcher, Joined), "a rank outside of fsdp.join was refused"
         watcher.on_data_left(left, Operation.REDUCES if Place.END_OF_BACKWARD in places else Operation.STEPS)
-
-
-def _keep_until_the_end(index: int) -> None:
-    """The gradients of a unit are complete on this rank. On another one they may come later, or not at all."""
 
 
 class CommonSchedule(PrefetchSchedule):
