@@ -169,6 +169,16 @@ def _engine_hooks(module: nn.Module) -> dict[int, RefuseCopy]:
     return found
 
 
+def without_engine(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module without the unit and the hooks of the engine: what pickle may save of it."""
+    stale = _engine_hooks(module)
+    attributes = {name: value for name, value in module.__dict__.items() if name not in ATTRIBUTES}
+    for name in (*_HOOKS, *_ABOUT_HOOKS):
+        found = attributes[name]
+        attributes[name] = type(found)((key, value) for key, value in found.items() if key not in stale)
+    return {**attributes, "_parameters": dict(module._parameters)}
+
+
 def _take_places(module: nn.Module, stale: Collection[int]) -> None:
     """Put the new engine's hooks where those of the original's engine are, and remove these. Hooks of the user stay in place."""
     if not stale:

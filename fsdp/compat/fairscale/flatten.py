@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.building.copies import Copier
+from fsdp.building.copies import without_engine
 from fsdp.compat.fairscale.flat_params import (
     Flat,
     FlatParameter,
@@ -25,10 +25,7 @@ from fsdp.compat.fairscale.flat_params import (
 )
 from fsdp.compat.shared.instances import Wrapper, rename
 from fsdp.errors import ShardingError
-from fsdp.params.module_tree import ModuleTree
 from fsdp.params.param_info import kept_accumulator
-from fsdp.params.shown_params import ParamDict
-from fsdp.runtime.registry import UnitRef
 
 
 class FlattenParamsWrapper(Wrapper):
@@ -377,30 +374,3 @@ def _accept_plain_names(module: Any, state_dict: dict[str, Any], prefix: str, *_
     state_dict.clear()
     state_dict.update(moved)
     state_dict.update(vectors)
-
-
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks")
-ABOUT_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-
-
-def without_engine(module: nn.Module) -> dict[str, Any]:
-    """The attributes of `module` without the unit and the hooks of the engine, and without views of vectors."""
-    attributes = dict(module.__dict__)
-    for name in (UnitRef.ATTRIBUTE, ModuleTree.ATTRIBUTE, Copier.ATTRIBUTE):
-        attributes.pop(name, None)
-    kept: set[int] = set()
-    for name in HOOKS:
-        hooks = attributes[name]
-        attributes[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not _is_of_engine(hook))
-        kept.update(attributes[name])
-    for name in ABOUT_HOOKS:
-        flags = attributes[name]
-        attributes[name] = type(flags)((key, flag) for key, flag in flags.items() if key in kept)
-    if isinstance(module._parameters, ParamDict):
-        attributes["_parameters"] = dict(module._parameters)
-    return attributes
-
-
-def _is_of_engine(hook: Any) -> bool:
-    target = getattr(hook, "func", hook)
-    return type(getattr(target, "__self__", None)).__module__.startswith("fsdp.")
