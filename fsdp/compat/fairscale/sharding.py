@@ -15,21 +15,16 @@ from fsdp.building.conversions import Conversion
 from fsdp.building.other_engines import refuse_other_engines
 from fsdp.building.shardable import check_renormalised
 from fsdp.compat.fairscale.flat_params import SharedParam, record
-from fsdp.compat.fairscale.flatten import OWN_NAME
 from fsdp.compat.fairscale.groups import ProcessGroupName, get_process_group_cached, is_process_group
 from fsdp.compat.shared.dtype_and_device import changes
-from fsdp.compat.shared.instances import WRAPPED_NAME, check_factor, convert_from, divide_by, drop_state_hooks, put_on
+from fsdp.compat.shared.instances import check_factor, convert_from, divide_by, drop_state_hooks, put_on
 from fsdp.compat.shared.plain_group import shared_group
 from fsdp.config import MixedPrecisionPolicy, OffloadPolicy, ReductionPolicy
 from fsdp.device.streams import current_accelerator
 from fsdp.errors import ShardingError
 from fsdp.params.module_tree import IGNORED
 from fsdp.runtime.registry import unit_ref_of
-
-
-def plain_name(name: str) -> str:
-    """The name without those of the wrappers."""
-    return name.replace(WRAPPED_NAME, "").replace(OWN_NAME, "")
+from fsdp.state_dict.fqns import plain_fqn
 
 
 def instances_in(module: nn.Module) -> list[Any]:
@@ -108,7 +103,7 @@ def shard(instance: Any) -> None:
         if one.world_size == 1:
             one.no_broadcast_optim_state = True
     reshard = None if instance.reshard_after_forward and instance.disable_reshard_on_root else instance.reshard_after_forward
-    named = {id(p): plain_name(name) for name, p in instance.module.named_parameters()}
+    named = {id(p): plain_fqn(name) for name, p in instance.module.named_parameters()}
     alone = tuple(named[id(flat.parameter)] for flat in instance.module.flats if flat.has_own_name)
     fully_shard(
         instance.module,

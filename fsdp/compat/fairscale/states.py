@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from fsdp.compat.fairscale.flat_params import Flat, joined, views_of
 from fsdp.compat.fairscale.groups import can_communicate, comm_of, gather_chunks, global_rank
-from fsdp.compat.fairscale.sharding import cast_buffers, instances_in, plain_name, shard
+from fsdp.compat.fairscale.sharding import cast_buffers, instances_in, shard
 from fsdp.compat.shared.instances import WRAPPED_NAME, rename
 from fsdp.device.storage import storage_key
+from fsdp.state_dict.fqns import plain_fqn
 
 _renaming = [True]
 """Whether `load_state_dict` accepts plain names. A list, so that the context below can change it."""
@@ -106,7 +107,7 @@ def shards_shown(instance: Any) -> Iterator[None]:
 def local_metadata(root: Any) -> dict[str, Any]:
     """The names, shapes and paddings of the vectors of every instance in `root`."""
     described = []
-    names = {id(module): plain_name(path) for path, module in root.named_modules()}
+    names = {id(module): plain_fqn(path) for path, module in root.named_modules()}
     owners: dict[int, str] = {}
     for path, one in root.named_modules():
         if not hasattr(type(one), "local_metadata_dict"):
@@ -117,12 +118,12 @@ def local_metadata(root: Any) -> dict[str, Any]:
             backing = inside[0] if flat.has_own_name else flat.attribute
             params[backing] = {"names": inside, "shapes": list(shapes), "numels": list(numels), "padding": padded}
             for name, slots in zip(inside, flat.slots, strict=True):
-                base = plain_name(path)
+                base = plain_fqn(path)
                 tied += [(name, _below(names[id(module)], base, attribute)) for module, attribute in slots[1:]]
                 owners[id(flat.parameter)] = joined(base, name)
         described.append(
             {
-                "fsdp_path": plain_name(path),
+                "fsdp_path": plain_fqn(path),
                 "params": params,
                 "no_broadcast_optim_state": one.no_broadcast_optim_state,
                 "shared_param_info": tied,
@@ -133,7 +134,7 @@ def local_metadata(root: Any) -> dict[str, Any]:
             source = owners.get(id(shared.parameter))
             if source is not None:
                 described[0]["shared_param_info"] += [(source, joined(names[id(m)], name)) for m, name in shared.slots]
-    buffers = [plain_name(name) for name, _ in root.named_buffers()]
+    buffers = [plain_fqn(name) for name, _ in root.named_buffers()]
     return {"param_metadata": described, "buffer_names": buffers}
 
 

@@ -24,6 +24,7 @@ from fsdp.compat.fairscale.sharding import cast_inputs
 from fsdp.compat.shared.instances import Wrapper
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import UnitRef, unit_ref_of, units_in
+from fsdp.state_dict.fqns import plain_fqn
 
 
 class TrainingState(Enum):
@@ -218,7 +219,7 @@ class FullyShardedDataParallel(Wrapper):
         """Names and parameters. Without vectors, and inside `summon_full_params`, the names are those of the plain module."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             is_plain = not self.flatten_parameters or self.training_state is TrainingState.SUMMON_FULL_PARAMS
-            yield sharding.plain_name(name) if is_plain else name, parameter
+            yield plain_fqn(name) if is_plain else name, parameter
 
     def extra_repr(self) -> str:
         names = ("world_size", "flatten_parameters", "mixed_precision", *(_VERBOSE if self.verbose else ()))

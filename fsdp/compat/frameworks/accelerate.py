@@ -15,8 +15,9 @@ import torch
 
 from fsdp import compat
 from fsdp.building.torch_policies import UNKNOWN, refuse_unknown_fields
-from fsdp.compat.fsdp1.sharding import instances_in, plain_name
+from fsdp.compat.fsdp1.sharding import instances_in
 from fsdp.errors import ShardingError
+from fsdp.state_dict.fqns import plain_fqn
 
 try:
     from accelerate.state import PartialState
@@ -133,7 +134,7 @@ def _find_adapters(theirs: Method) -> Method:
         def plainly(method: str) -> Callable[..., Any]:
             def named(*args: Any, **kwargs: Any) -> Any:
                 found = getattr(type(model), method)(model, *args, **kwargs)
-                return ((plain_name(f"{name}.").removesuffix("."), one) for name, one in found)
+                return ((plain_fqn(name), one) for name, one in found)
 
             return named
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fsdp.api.wrap import run_forward
-from fsdp.compat.fsdp1.sharding import plain_name, set_precision
+from fsdp.compat.fsdp1.sharding import set_precision
 from fsdp.compat.shared.instances import moved
 from fsdp.errors import PeerFailed, WorldError
 from fsdp.params.module_tree import IGNORED, ModuleTree
@@ -18,6 +18,7 @@ from fsdp.params.unit import Unit
 from fsdp.runtime.engine import Engine
 from fsdp.shards.dtensors import is_replaced
 from fsdp.shards.shard_tensor import plain
+from fsdp.state_dict.fqns import plain_fqn
 from fsdp.state_dict.param_shard import param_shards_of
 
 
@@ -49,7 +50,7 @@ def _refuse_optimizers(root: Any) -> None:
         if hasattr(parameter, "_in_backward_optimizers"):
             # torch's words are in it, which a user's code may look for
             raise RuntimeError(
-                f"parameter {plain_name(name)!r} has an optimizer that steps inside the backward. In FSDP1 that is only "
+                f"parameter {plain_fqn(name)!r} has an optimizer that steps inside the backward. In FSDP1 that is only "
                 "supported with use_orig_params=True; here the gradients of all units are written together at the end of a "
                 "backward. Step the optimizer after it."
             )
@@ -69,7 +70,7 @@ def take_over(engine: Engine) -> None:
     for name, parameter in tree.added():
         parameter.__dict__[IGNORED] = True
         warnings.warn(
-            f"parameter {plain_name(name)!r} was added after wrapping: it is not sharded, and its gradients are not reduced.",
+            f"parameter {plain_fqn(name)!r} was added after wrapping: it is not sharded, and its gradients are not reduced.",
             stacklevel=2,
         )
 

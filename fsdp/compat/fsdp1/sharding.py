@@ -16,7 +16,7 @@ from fsdp.building.torch_policies import OF_FSDP1, OFFLOADS, refuse_unknown_fiel
 from fsdp.compat.fsdp1 import torch_names
 from fsdp.compat.fsdp1.torch_names import HYBRID, CPUOffload, ShardingStrategy
 from fsdp.compat.shared.dtype_and_device import change_precision
-from fsdp.compat.shared.instances import WRAPPED_NAME, drop_state_hooks, put_on
+from fsdp.compat.shared.instances import drop_state_hooks, put_on
 from fsdp.compat.shared.newer_peers import refuse_unknown_member
 from fsdp.compat.shared.plain_group import shared_group
 from fsdp.config import MixedPrecisionPolicy
@@ -26,15 +26,10 @@ from fsdp.params.layout import ALIGNMENT
 from fsdp.params.module_tree import IGNORED
 from fsdp.params.shown_params import owning_unit
 from fsdp.runtime.registry import UnitRef, unit_ref_of
+from fsdp.state_dict.fqns import plain_fqn
 
-CHECKPOINT_NAME = "_checkpoint_wrapped_module."
 PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-
-
-def plain_name(name: str) -> str:
-    """The name without those of the wrappers."""
-    return name.replace(WRAPPED_NAME, "").replace(CHECKPOINT_NAME, "")
 
 
 def instances_in(module: nn.Module) -> list[Any]:
@@ -332,7 +327,7 @@ def _cast_buffers(instance: Any, are_cast: bool) -> None:
         return
     instances = instances_in(instance)
     others = {id(one) for one in instances}
-    prefixes = {id(module): plain_name(f"{path}.") for path, module in instance.named_modules() if path}
+    paths = {id(module): path for path, module in instance.named_modules()}
     for one in instances:
         one.set_buffers_are_cast(are_cast)
         wanted = one.mixed_precision.buffer_dtype
@@ -340,7 +335,7 @@ def _cast_buffers(instance: Any, are_cast: bool) -> None:
             for name, buffer in module._buffers.items():
                 if buffer is None or not buffer.is_floating_point() or module in one._ignored_modules:
                     continue
-                key = prefixes[id(module)] + name
+                key = plain_fqn(f"{paths[id(module)]}.{name}")
                 if are_cast:
                     instance.remember_buffer(key, buffer.dtype)
                 module._buffers[name] = buffer.to(wanted if are_cast else instance._buffer_dtypes.get(key, buffer.dtype))

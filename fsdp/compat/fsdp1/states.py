@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsdp.autograd.frames import settle_assign
 from fsdp.compat.fsdp1 import torch_names
 from fsdp.compat.fsdp1.root_forward import take_over
-from fsdp.compat.fsdp1.sharding import instances_in, plain_name
+from fsdp.compat.fsdp1.sharding import instances_in
 from fsdp.compat.fsdp1.torch_names import FullStateDictConfig, ShardingStrategy, StateDictType
 from fsdp.compat.shared.instances import WRAPPED_NAME, rename
 from fsdp.errors import ShardingError
@@ -21,6 +21,7 @@ from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.unit import Unit
 from fsdp.runtime.registry import refuse_unless_resting
 from fsdp.shards.sharded_value import ShardedValue
+from fsdp.state_dict.fqns import plain_fqn
 from fsdp.state_dict.param_ranges import full_params
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
 
@@ -31,13 +32,13 @@ def names_of(instance: Any) -> dict[str, ParamShard]:
     """The parameters of the unit by every plain name that they have, counted from the instance."""
     paths: dict[int, list[str]] = {}
     for path, module in instance._fsdp_wrapped_module.named_modules(remove_duplicate=False):
-        paths.setdefault(id(module), []).append(plain_name(f"{path}." if path else ""))
+        paths.setdefault(id(module), []).append(path)
     unit = _unit_of(instance)
     if unit is None:
         return {}
     shards = {id(one.parameter): one for one in param_shards_of(unit)}
     return {
-        path + name: shards[id(info.parameter)]
+        plain_fqn(f"{path}.{name}"): shards[id(info.parameter)]
         for info in unit.param_infos
         for owner, name in info.slots
         for path in paths.get(id(owner), ())  # a module may have been replaced
@@ -92,13 +93,13 @@ def put_values(instance: Any, state_dict: dict[str, Any], prefix: str, metadata:
     else:
         _put_parameters(instance, state_dict, prefix, kind, config, absent)
     for name, buffer in instance._fsdp_wrapped_module.named_buffers(remove_duplicate=False):
-        key = prefix + plain_name(name)
+        key = prefix + plain_fqn(name)
         if not isinstance(state_dict.get(key), Tensor):
             continue
         if absent:
             del state_dict[key]
             continue
-        dtype = _buffer_dtype(instance, plain_name(name), buffer)
+        dtype = _buffer_dtype(instance, plain_fqn(name), buffer)
         value = state_dict[key].to("cpu") if config.offload_to_cpu else state_dict[key]
         state_dict[key] = value.to(dtype) if dtype is not value.dtype else value
 
@@ -239,4 +240,4 @@ def _take_vectors(instance: Any, state_dict: dict[str, Any], prefix: str) -> Non
 def plain_keys(module: nn.Module, keys: Any) -> None:
     """Remove the names of wrappers from those that `load_state_dict` returns."""
     for found in (keys.missing_keys, keys.unexpected_keys):
-        found[:] = [plain_name(name) for name in found]
+        found[:] = [plain_fqn(name) for name in found]
