@@ -41,36 +41,21 @@ class Part(NamedTuple):
     """Parameters of one flat buffer that are converted alike, and have a flat buffer of their own afterwards."""
 
     flat: FlatBuffer
-    numbers: tuple[int, ...] | None
-    """The numbers of the parameters; None: all of them."""
+    numbers: Sequence[int]
+    """The numbers of the parameters."""
     fn: Conversion
 
-    @property
-    def indices(self) -> Sequence[int]:
-        """The numbers of the parameters."""
-        return range(len(self.flat.parts)) if self.numbers is None else self.numbers
-
     def values(self) -> list[Tensor]:
-        """The converted shards: the whole chunk (C,), or one tensor for each parameter."""
-        if self.numbers is None:
-            return [self.fn(self.flat.shard)]
+        """The converted shards, one for each parameter."""
         return [self.fn(self.flat.shard_view(number)) for number in self.numbers]
 
     def made(self, dtype: torch.dtype, config: Config) -> FlatBuffer:
         """The flat buffer of the part, with shards of `dtype`."""
-        flat, infos = self.flat, [self.flat.param_infos[number] for number in self.indices]
+        flat, infos = self.flat, [self.flat.param_infos[number] for number in self.numbers]
         computes = compute_dtype(infos[0], dtype, config)
         itemsize = min(dtype.itemsize, computes.itemsize)
-        placements = place_again(flat.placements, flat.sharded_params, self.indices, dtype, itemsize)
+        placements = place_again(flat.placements, flat.sharded_params, self.numbers, dtype, itemsize)
         return FlatBuffer(infos, placements, flat.comms, computes, config.offload)
-
-    def fill(self, made: FlatBuffer, values: Sequence[Tensor]) -> None:
-        """Copy these into the flat buffer that was made of the part."""
-        if self.numbers is None:
-            made.shard.copy_(values[0])
-            return
-        for number, value in enumerate(values):
-            made.shard_view(number).copy_(value)
 
 
 @torch.no_grad()
@@ -98,9 +83,7 @@ def _parts_of(flat: FlatBuffer, fn: Conversion, chosen: Collection[int] | None) 
     """A flat buffer as it is converted: whole, or the chosen parameters and the others apart."""
     numbers = [i for i, parameter in enumerate(flat.sharded_params) if chosen is None or id(parameter) in chosen]
     others = [i for i in range(len(flat.sharded_params)) if i not in numbers]
-    if numbers and others:
-        return [Part(flat, tuple(numbers), fn), Part(flat, tuple(others), _unchanged)]
-    return [Part(flat, None, fn if numbers else _unchanged)]
+    return [part for part in (Part(flat, numbers, fn), Part(flat, others, _unchanged)) if part.numbers]
 
 
 @torch.no_grad()
@@ -113,7 +96,7 @@ def change_precision(engine: Engine, policies: Mapping[int, MixedPrecisionPolicy
         ShardingError: see `convert`.
     """
     _refuse(engine, policies, function_name)
-    parts = {index: [Part(flat, None, _unchanged) for flat in engine.units[index].flats] for index in policies}
+    parts = {index: [Part(flat, range(len(flat.parts)), _unchanged) for flat in engine.units[index].flats] for index in policies}
     configs = {index: replace(engine.units[index].config, mp_policy=policy) for index, policy in policies.items()}
     return _remade(engine, parts, configs)
 
@@ -153,21 +136,21 @@ def _refuse(engine: Engine, units: Collection[int], function_name: str, fn: Conv
 
 
 def _convert(unit: Unit, parts: list[Part], values: list[list[Tensor]], config: Config) -> Unit:
-    grads = [[_converted_grad(part.flat.sharded_params[number].grad, part.fn) for number in part.indices] for part in parts]
+    grads = [[_converted_grad(part.flat.sharded_params[number].grad, part.fn) for number in part.numbers] for part in parts]
     stepped = unit.versions.changed_since_made
     for part, converted in zip(parts, values, strict=True):
         flat = part.flat
         device = flat.device if flat.home.copies else converted[0].device
-        for number in part.indices:
+        for number in part.numbers:
             # a stand-in of the full shape with the memory of one element, which the new buffer cuts
             stand_in = converted[0].new_empty((), device=device).expand(flat.layout.slots[number].shape)
             placement = flat.placements[number]
             placement.make_full(flat.param_infos[number], flat.unsharded_params[number], placement.shown(stand_in), None)
     unit.dissolve()
     flats = [part.made(converted[0].dtype, config) for part, converted in zip(parts, values, strict=True)]
-    for flat, part, converted, of_flat in zip(flats, parts, values, grads, strict=True):
-        part.fill(flat, converted)
-        for number, grad in enumerate(of_flat):
+    for flat, converted, of_flat in zip(flats, values, grads, strict=True):
+        for number, (value, grad) in enumerate(zip(converted, of_flat, strict=True)):
+            flat.shard_view(number).copy_(value)
             if grad is not None:
                 flat.sharded_params[number].grad = flat.placements[number].as_shard(grad)
     new = Unit(unit.modules, unit.name, flats, config, unit.comms, unit.settings)
