@@ -143,7 +143,6 @@ class FlatParamHandle:
     """What `instance._handle` returns for an instance that has parameters."""
 
     def __init__(self, instance: Any, module: nn.Module) -> None:
-        self._module = module
         self.flat_param = FlatParamView(module)
         self.uses_sharded_strategy = instance.sharding_strategy.name != "NO_SHARD"
         """Whether ranks hold different parts."""
@@ -155,9 +154,8 @@ class FlatParamHandle:
 
     def reshard(self, free_unsharded_flat_param: bool) -> None:
         """Free the gathered parameters of the instance. Does nothing while it computes."""
-        ref = unit_ref_of(self._module)
-        if ref is not None and free_unsharded_flat_param:
-            residence.reshard(ref)
+        if free_unsharded_flat_param:
+            residence.reshard(self.flat_param._ref)
 
     def post_reshard(self) -> None:
         """Do nothing: `reshard` has freed what can be freed."""

@@ -137,10 +137,12 @@ def _put_parameters(
 
 def part_of(instance: Any, full: Tensor, parameter: Tensor) -> Any:
     """This rank's part of a full value or state of `parameter`, as FSDP1 gives it in a sharded state."""
+    if not full.dim():
+        return full  # FSDP1 does not take one
     units = () if instance._unit_ref is None else instance._unit_ref.engine.units
     meshes = (p.device_mesh for unit in units for p in unit.unsharded_params if isinstance(p, torch_names.DTensor))
     styles = next(meshes, None)
-    if styles is None or not full.dim():
+    if styles is None:
         return torch_names.local_chunk(full, instance.process_group, instance._device_mesh)
     return torch_names.chunk_of_both(full, instance._device_mesh, styles, parameter)
 
@@ -233,8 +235,7 @@ def _take_vectors(instance: Any, state_dict: dict[str, Any], prefix: str) -> Non
         vector = shards[0].tensor.to(flat.device)
         for name, param_shard in names_of(instance).items():
             if param_shard.flat is flat:
-                part = param_shard.placement.part
-                state_dict[prefix + name] = vector[part.offset : part.offset + part.numel].view(part.shape)
+                state_dict[prefix + name] = param_shard.placement.shard_in(vector)
 
 
 def plain_keys(module: nn.Module, keys: Any) -> None:

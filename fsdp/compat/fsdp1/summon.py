@@ -14,6 +14,7 @@ from fsdp.compat.fsdp1.root_forward import take_over
 from fsdp.compat.fsdp1.torch_names import ShardingStrategy, TrainingState
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.runtime.registry import UnitRef
+from fsdp.state_dict.param_shard import param_shards_of
 
 
 @contextmanager
@@ -95,17 +96,15 @@ def _full_grads(ref: UnitRef, writeback: bool) -> Iterator[Grads]:
     yield found
     if not writeback:
         return
-    for flat in ref.unit.flats:
-        for index, parameter in enumerate(flat.sharded_params):
-            full = found.get(id(parameter))
-            part = flat.parts[index]
-            if full is None or not part.numel:
-                continue
-            local = full.reshape(-1)[part.first : part.first + part.numel].view(part.shape)
-            if parameter.grad is None:
-                parameter.grad = flat.placements[index].as_shard(local.clone())
-            else:
-                parameter.grad.copy_(local)
+    for param_shard in param_shards_of(ref.unit):
+        parameter, placement = param_shard.parameter, param_shard.placement
+        if id(parameter) not in found or not placement.part.numel:
+            continue
+        local = placement.local_part(found[id(parameter)])
+        if parameter.grad is None:
+            parameter.grad = placement.as_shard(local.clone())
+        else:
+            parameter.grad.copy_(local)
 
 
 def _gather_grads(flat: FlatBuffer, ref: UnitRef) -> Grads:
@@ -116,16 +115,12 @@ def _gather_grads(flat: FlatBuffer, ref: UnitRef) -> Grads:
         return {}
     full = torch.zeros(flat.layout.numel, dtype=flat.shard.dtype, device=flat.device)
     mine = flat.local_chunk(full)
-    for parameter, part in zip(flat.sharded_params, flat.parts, strict=True):
-        if parameter.grad is not None and part.numel:
-            mine[part.offset : part.offset + part.numel].copy_(parameter.grad.detach().reshape(-1))
+    for number in flat.local_params:
+        if (gradient := flat.sharded_params[number].grad) is not None:
+            flat.shard_view(number, mine).copy_(gradient)
     comm.all_gather(full, "full value of gradients").wait()
-    slots = flat.layout.slots
-    return {
-        id(parameter): full[slot.start : slot.end].view(slot.shape)
-        for parameter, slot, is_there in zip(flat.sharded_params, slots, anywhere, strict=True)
-        if is_there
-    }
+    found = zip(flat.sharded_params, flat.placements, anywhere, strict=True)
+    return {id(parameter): placement.full_in(full) for parameter, placement, is_there in found if is_there}
 
 
 @contextmanager

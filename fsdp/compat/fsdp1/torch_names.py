@@ -151,13 +151,9 @@ def hybrid_mesh(groups: Any, mesh: Any) -> tuple[Any, Any, Any]:
 def local_chunk(full: Tensor, group: Any, mesh: Any) -> Any:
     """This rank's part of a full tensor, as FSDP1 gives it in a sharded state: a DTensor if there is a mesh, or a ShardedTensor.
 
-    A tensor without dimensions, which FSDP1 does not take, stays full.
-
     Raises:
         ShardingError: inside `fsdp.simulate`, where torch's sharded tensors have no group.
     """
-    if not full.dim():
-        return full
     if mesh is not None:
         return _create_chunk_dtensor(full, mesh.get_rank(), mesh)
     _require_group("SHARDED_STATE_DICT", group)
