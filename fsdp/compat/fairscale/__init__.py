@@ -28,9 +28,9 @@ from fsdp.compat.fairscale.recompute import (
     is_recomputing,
     patch_batchnorm,
 )
-from fsdp.compat.fairscale.sharding import cast_floats_to_right_precision
+from fsdp.compat.fairscale.sharding import cast_floats_to_right_precision, get_fsdp_instances
 from fsdp.compat.fairscale.states import no_pre_load_state_dict_hook
-from fsdp.compat.fairscale.wrapper import FullyShardedDataParallel, TrainingState, get_fsdp_instances
+from fsdp.compat.fairscale.wrapper import FullyShardedDataParallel, TrainingState
 
 __all__ = [
     "ConfigAutoWrap",

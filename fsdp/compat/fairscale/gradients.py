@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fsdp.api import clip_and_scale
 from fsdp.compat.fairscale.groups import all_reduce_max
-from fsdp.compat.fairscale.sharding import instances_in
+from fsdp.compat.fairscale.sharding import get_fsdp_instances
 from fsdp.compat.fairscale.states import shard_late
 from fsdp.compat.shared.instances import divide_by
 
@@ -18,7 +18,7 @@ def clip_norm(instance: Any, max_norm: float, norm_type: float) -> Tensor:
     shard_late(instance)
     if not instance._is_root:
         raise AssertionError("clip_grad_norm_: this instance is inside another one; call it on the outermost.")
-    if any(one.world_size != instance.world_size for one in instances_in(instance)):
+    if any(one.world_size != instance.world_size for one in get_fsdp_instances(instance)):
         raise NotImplementedError(
             "clip_grad_norm_: the instances have different process groups, so that one norm over all is not defined here; clip "
             "by value, torch.nn.utils.clip_grad_value_(model.parameters(), limit)."
@@ -29,7 +29,7 @@ def clip_norm(instance: Any, max_norm: float, norm_type: float) -> Tensor:
 def set_factors(instance: Any, pre: float, post: float, recursive: bool) -> None:
     """See `FullyShardedDataParallel.set_gradient_divide_factors`."""
     shard_late(instance)
-    for one in instances_in(instance) if recursive else [instance]:
+    for one in get_fsdp_instances(instance) if recursive else [instance]:
         divide_by("set_gradient_divide_factors", one._unit_ref, pre, post)
         one._remember_factors(pre, post)
 

@@ -53,9 +53,14 @@ def get_process_group_cached(name: ProcessGroupName = ProcessGroupName.default, 
     return known[key]
 
 
-def is_process_group(group: Any) -> bool:
-    """Whether `group` is torch's."""
-    return isinstance(group, dist.ProcessGroup)
+def reduce_group(given: Any, group: Any) -> Any:
+    """The group of `process_group_reduce_scatter`. The engine reduces over a communicator of its own."""
+    if isinstance(given, ProcessGroupName):
+        wanted = given is ProcessGroupName.reduce_scatter and isinstance(group, dist.ProcessGroup)
+        given = get_process_group_cached(given) if wanted else group
+    elif not (hasattr(given, "rank") and hasattr(given, "size")):
+        raise TypeError(f"process_group_reduce_scatter must be a process group or a ProcessGroupName, not {given!r}.")
+    return given if given.size() == group.size() else group
 
 
 def can_communicate(group: Any) -> bool:

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.compat.fairscale.flat_params import Flat, views_of
+from fsdp.compat.fairscale.flat_params import Flat, chunk_and_pad, views_of
 from fsdp.compat.fairscale.groups import gather_chunks
-from fsdp.compat.fairscale.sharding import instances_in
+from fsdp.compat.fairscale.sharding import get_fsdp_instances
 
 EXTRA = ("param_id_map", "uncollected_local_ids")
 """Entries of a gathered dict that an optimizer does not know."""
@@ -22,7 +22,7 @@ def is_singleton_tensor(x: Any) -> bool:
 def _vectors(root: Any) -> Iterator[tuple[Any, Flat, nn.Parameter, list[int]]]:
     """Each instance with each of its vectors, its parameter and the global ids of the plain parameters in it."""
     number = 0
-    for instance in instances_in(root):
+    for instance in get_fsdp_instances(root):
         for flat, parameter in zip(instance.module.flats, instance.params, strict=True):
             yield instance, flat, parameter, list(range(number, number + len(flat.shapes)))
             number += len(flat.shapes)
@@ -72,7 +72,7 @@ def _check(root: Any, optim: torch.optim.Optimizer) -> None:
             f"gather_full_optim_state_dict: the optimizer has {len(optim.param_groups)} parameter groups, and the format has "
             "one; use fsdp.full_optim_state_dict(model.module, optimizer)."
         )
-    for one in instances_in(root):
+    for one in get_fsdp_instances(root):
         if not one.flatten_parameters and len(one.params) > 1:
             raise NotImplementedError(
                 "gather_full_optim_state_dict: an instance with several parameters has flatten_parameters=False; the format "
@@ -126,9 +126,5 @@ def _shard(instance: Any, parameter: nn.Parameter, parts: list[Any]) -> Any:
     if not isinstance(parts[0], Tensor):
         is_number = isinstance(parts[0], int | float) and not isinstance(parts[0], bool)
         return torch.tensor(float(parts[0])) if is_number else parts[0]
-    data = torch.cat([part.reshape(-1) for part in parts])
-    chunk = parameter.numel()
     comm = instance._unit_ref.unit.comm
-    missing = comm.size * chunk - data.numel()
-    full = torch.cat([data, data.new_zeros(max(missing, 0))])
-    return full[comm.rank * chunk : (comm.rank + 1) * chunk].clone().view(parameter.shape)
+    return chunk_and_pad(torch.cat([part.reshape(-1) for part in parts]), comm.size)[comm.rank].clone().view(parameter.shape)

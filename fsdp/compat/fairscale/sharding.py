@@ -15,7 +15,6 @@ from fsdp.building.conversions import Conversion
 from fsdp.building.other_engines import refuse_other_engines
 from fsdp.building.shardable import check_renormalised
 from fsdp.compat.fairscale.flat_params import SharedParam, record
-from fsdp.compat.fairscale.groups import ProcessGroupName, get_process_group_cached, is_process_group
 from fsdp.compat.shared.dtype_and_device import changes
 from fsdp.compat.shared.instances import check_factor, convert_from, divide_by, drop_state_hooks, put_on
 from fsdp.compat.shared.plain_group import shared_group
@@ -27,9 +26,10 @@ from fsdp.runtime.registry import unit_ref_of
 from fsdp.state_dict.fqns import plain_fqn
 
 
-def instances_in(module: nn.Module) -> list[Any]:
-    """The FullyShardedDataParallel instances in `module`, in the order of the modules."""
-    return [one for one in module.modules() if hasattr(type(one), "local_metadata_dict")]
+def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[Any]:
+    """The instances in `mod`, in the order of the modules; with `skip_empty` only those with parameters of their own."""
+    found = [one for one in mod.modules() if hasattr(type(one), "local_metadata_dict")]
+    return [one for one in found if one.params] if skip_empty else found
 
 
 def check_options(instance: Any, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
@@ -75,7 +75,7 @@ def put_back_if_refused(module: nn.Module, parameters: Sequence[nn.Parameter]) -
 
 def computing_device(given: torch.device | None, offloads: bool, module: nn.Module, own: Sequence[Tensor]) -> torch.device:
     """Where an instance computes: as given, else on the accelerator if it offloads, else where its own parameters are."""
-    inner = next((one.compute_device for one in instances_in(module)), torch.device("cpu"))
+    inner = next((one.compute_device for one in get_fsdp_instances(module)), torch.device("cpu"))
     here = next((p.device for p in own), inner)
     if given is None and offloads and here.type == "cpu":
         return current_accelerator() or here
@@ -94,7 +94,7 @@ def shard(instance: Any) -> None:
     """Make the wrapped module a unit of the engine."""
     if instance.move_params_to_cpu:  # from the device that computes the engine offloads; inner shards stay
         put_on(instance.compute_device, [*instance.params, *instance.module.buffers()])
-    inner = [one for one in instances_in(instance) if one is not instance]
+    inner = [one for one in get_fsdp_instances(instance) if one is not instance]
     group = shared_group(instance.process_group)
     foreign = [one for one in inner if shared_group(one.process_group) is not group]
     for one in foreign:
@@ -133,7 +133,7 @@ def cast_buffers(instance: Any, dtype: torch.dtype | None = None) -> None:
     """Cast the floating-point buffers of this instance and those inside it; by default to their `buffer_dtype`, once."""
     if dtype is None and instance.buffers_are_cast:
         return
-    instances = instances_in(instance)
+    instances = get_fsdp_instances(instance)
     others = {id(one) for one in instances}
     for one in instances:
         wanted = one.buffer_dtype if dtype is None or not one.mixed_precision else dtype
@@ -142,17 +142,6 @@ def cast_buffers(instance: Any, dtype: torch.dtype | None = None) -> None:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and buffer.dtype is not wanted:
                     module._buffers[name] = buffer.to(wanted)
-
-
-def reduce_group(given: Any, group: Any) -> Any:
-    """The group of `process_group_reduce_scatter`. The engine reduces over a communicator of its own."""
-    if isinstance(given, ProcessGroupName):
-        wanted = given is ProcessGroupName.reduce_scatter and is_process_group(group)
-        found = get_process_group_cached(ProcessGroupName.reduce_scatter) if wanted else group
-        return found if found.size() == group.size() else group
-    if not (hasattr(given, "rank") and hasattr(given, "size")):
-        raise TypeError(f"process_group_reduce_scatter must be a process group or a ProcessGroupName, not {given!r}.")
-    return given if given.size() == group.size() else group
 
 
 def divide_factors(world_size: int, predivide_factor: float | None = None) -> tuple[float, float]:
@@ -172,7 +161,7 @@ def take_shared(module: nn.Module, dtype: torch.dtype, has_own: bool) -> list[Sh
     Raises:
         ShardingError: it has none, or a parameter that is trained is tied to one that a flat instance has put into its vector.
     """
-    inner = {id(one) for one in instances_in(module)}
+    inner = {id(one) for one in get_fsdp_instances(module)}
     found: dict[int, SharedParam] = {}
     for owner in () if id(module) in inner else modules_within(module, inner):
         for name, parameter in owner._parameters.items():

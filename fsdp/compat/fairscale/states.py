@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.compat.fairscale.flat_params import Flat, joined, views_of
+from fsdp.compat.fairscale.flat_params import Flat, chunk_and_pad, joined, views_of
 from fsdp.compat.fairscale.groups import can_communicate, comm_of, gather_chunks, global_rank
-from fsdp.compat.fairscale.sharding import cast_buffers, instances_in, shard
+from fsdp.compat.fairscale.sharding import cast_buffers, get_fsdp_instances, shard
 from fsdp.compat.shared.instances import WRAPPED_NAME, rename
 from fsdp.device.storage import storage_key
 from fsdp.state_dict.fqns import plain_fqn
@@ -89,7 +89,7 @@ def full_state_dict(instance: Any, save: Callable[..., Any], *args: Any, **kwarg
 @contextmanager
 def shards_shown(instance: Any) -> Iterator[None]:
     """Let `state_dict()` of all instances give shards inside."""
-    instances = instances_in(instance)
+    instances = get_fsdp_instances(instance)
     for one in instances:
         if one.training_state.name != "IDLE":
             raise ValueError(
@@ -129,7 +129,7 @@ def local_metadata(root: Any) -> dict[str, Any]:
                 "shared_param_info": tied,
             }
         )
-    for one in instances_in(root):
+    for one in get_fsdp_instances(root):
         for shared in one._shared:
             source = owners.get(id(shared.parameter))
             if source is not None:
@@ -189,15 +189,14 @@ def _put_together(shards: Iterator[Tensor], paddings: list[int], length: int) ->
 def cut_without_group(instance: Any) -> None:
     """Keep this rank's shard of each vector; the engine takes over once there is a process group."""
     for parameter in instance.params:
-        chunk = parameter.numel() // instance.world_size
-        parameter.data = parameter.detach()[instance.rank * chunk : (instance.rank + 1) * chunk].clone()
+        parameter.data = chunk_and_pad(parameter.detach(), instance.world_size)[instance.rank].clone()
 
 
 def shard_late(instance: Any) -> None:
     """Let the engine take over the instances in `instance` that had no process group when they were made."""
     if not instance.is_lazily_sharded:
         return
-    for one in reversed(instances_in(instance)):
+    for one in reversed(get_fsdp_instances(instance)):
         if one.is_lazily_sharded and can_communicate(one.process_group):
             for parameter in one.params if one.world_size > 1 else ():
                 comm = comm_of(one.process_group)

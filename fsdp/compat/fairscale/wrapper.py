@@ -19,8 +19,8 @@ from fsdp.autograd.frames import in_backward
 from fsdp.autograd.pytree import tensors_in
 from fsdp.compat.fairscale import gradients, optim_states, sharding, states
 from fsdp.compat.fairscale.flatten import FlattenParamsWrapper
-from fsdp.compat.fairscale.groups import ProcessGroupName, can_communicate, get_process_group_cached
-from fsdp.compat.fairscale.sharding import cast_inputs
+from fsdp.compat.fairscale.groups import ProcessGroupName, can_communicate, get_process_group_cached, reduce_group
+from fsdp.compat.fairscale.sharding import cast_inputs, get_fsdp_instances
 from fsdp.compat.shared.instances import Wrapper
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import UnitRef, unit_ref_of, units_in
@@ -99,7 +99,7 @@ class FullyShardedDataParallel(Wrapper):
         self.keeps_shards = False
         """Whether `state_dict()` gives shards, for `local_state_dict()`."""
         self.process_group = get_process_group_cached() if process_group is None else process_group
-        self.process_group_reduce_scatter = sharding.reduce_group(process_group_reduce_scatter, self.process_group)
+        self.process_group_reduce_scatter = reduce_group(process_group_reduce_scatter, self.process_group)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.reshard_after_forward = self._orig_reshard_after_forward = bool(reshard_after_forward)
         self.disable_reshard_on_root = disable_reshard_on_root
@@ -423,9 +423,3 @@ class FullyShardedDataParallel(Wrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         return states.for_pickle(self)
-
-
-def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
-    """The instances in `mod`, in the order of the modules; with `skip_empty` only those with parameters of their own."""
-    found = [one for one in mod.modules() if isinstance(one, FullyShardedDataParallel)]
-    return [one for one in found if one.params] if skip_empty else found
