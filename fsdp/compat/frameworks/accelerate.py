@@ -15,6 +15,7 @@ import torch
 
 from fsdp import compat
 from fsdp.building.torch_policies import UNKNOWN, refuse_unknown_fields
+from fsdp.compat.doors import Replacement
 from fsdp.compat.fsdp1.sharding import instances_in
 from fsdp.errors import ShardingError
 from fsdp.state_dict.fqns import plain_fqn
@@ -162,16 +163,8 @@ PATCHES: Final = (
 """What `install` changes in Accelerate, and in peft where it is imported, and why."""
 
 
-class _Replaced(NamedTuple):
-    """One function of Accelerate while a patch stands in its place."""
-
-    owner: Any
-    name: str
-    theirs: Method
-    ours: Method
-
-
-_replaced: Final[list[_Replaced]] = []
+_replaced: Final[list[Replacement]] = []
+"""The functions of Accelerate in whose place a patch stands."""
 
 
 class Installed:
@@ -201,18 +194,17 @@ def _put_in_patches() -> None:
     for patch in PATCHES:
         if patch.place.partition(".")[0] not in sys.modules:
             continue
-        owner = _owner(patch.place)
-        if not any((one.owner, one.name) == (owner, patch.name) for one in _replaced):
-            theirs = vars(owner)[patch.name]
-            _replaced.append(_Replaced(owner, patch.name, theirs, patch.replace(theirs)))
-            _bind(owner, patch.name, theirs, _replaced[-1].ours)
+        if not any((one.place, one.name) == (patch.place, patch.name) for one in _replaced):
+            theirs = vars(_owner(patch.place))[patch.name]
+            _replaced.append(Replacement(patch.place, patch.name, patch.replace(theirs), theirs))
+            _bind(patch.place, patch.name, theirs, _replaced[-1].ours)
 
 
 def uninstall() -> None:
     """Put everything back, in torch, in Accelerate and in peft."""
     while _replaced:
         one = _replaced.pop()
-        _bind(one.owner, one.name, one.ours, one.theirs)
+        _bind(one.place, one.name, one.ours, one.theirs)
     compat.uninstall()
 
 
@@ -225,8 +217,9 @@ def _owner(place: str) -> Any:
         return getattr(import_module(module), name)
 
 
-def _bind(owner: Any, name: str, before: Method, after: Method) -> None:
-    """Replace `before` in its owner; if that is a module, also in all modules that imported it."""
+def _bind(place: str, name: str, before: Method, after: Method) -> None:
+    """Replace `before` in its place; if that is a module, also in all modules that imported it."""
+    owner = _owner(place)
     setattr(owner, name, after)
     if isinstance(owner, ModuleType):
         for module in [one for one in sys.modules.values() if isinstance(one, ModuleType)]:
