@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.api import wrap
 from fsdp.compat.ddp.arguments import refuse_other_options
 from fsdp.compat.ddp.wrapper import ReplicatedModule
 from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
@@ -56,8 +55,7 @@ class DistributedDataParallel(ReplicatedModule):
             raise ShardingError("gradient_average=False sums, so gradient_predivide_factor means nothing; leave it out.")
         super().__init__(
             module,
-            None,
-            ReductionPolicy(
+            reduction=ReductionPolicy(
                 bucket_cap_mb=message_size * 4 / 2**20,  # elements of fp32
                 at_end=delay_allreduce,
                 triggers=_names_of(allreduce_trigger_params or (), module),
@@ -65,16 +63,17 @@ class DistributedDataParallel(ReplicatedModule):
                 predivide_factor=None if gradient_predivide_factor == 1.0 else gradient_predivide_factor,
                 streams=num_allreduce_streams,
             ),
+            sync_module_states=True,
             mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32) if allreduce_always_fp32 else None,
         )
 
     def disable_allreduce(self) -> None:
         """Accumulate gradients on this rank from now on. See `fsdp.no_sync`."""
-        wrap.set_requires_gradient_sync(self, False)
+        self.require_backward_grad_sync = False
 
     def enable_allreduce(self) -> None:
         """From now on, average gradients, those that were accumulated meanwhile included."""
-        wrap.set_requires_gradient_sync(self, True)
+        self.require_backward_grad_sync = True
 
 
 def _names_of(params: Sequence[nn.Parameter], module: nn.Module) -> tuple[str, ...]:

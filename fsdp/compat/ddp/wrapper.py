@@ -25,7 +25,7 @@ from fsdp.compat.ddp.arguments import (
     refuse_other_options,
 )
 from fsdp.compat.shared.instances import copy_wrapper, moved
-from fsdp.config import MixedPrecisionPolicy, ReductionPolicy
+from fsdp.config import ReductionPolicy
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import UnitRef, refuse_unless_resting, unit_ref_of
 from fsdp.runtime.uneven import join
@@ -39,37 +39,13 @@ class ReplicatedModule(nn.Module):
 
     module: nn.Module
 
-    def __init__(
-        self,
-        module: nn.Module,
-        process_group: ProcessGroup | None,
-        reduction: ReductionPolicy,
-        *,
-        mesh: Mesh | None = None,
-        mp_policy: MixedPrecisionPolicy | None = None,
-        init_sync: bool = True,
-        broadcast_buffers: bool = False,
-        ignored_modules: Collection[nn.Module] = (),
-        ignored_params: Collection[nn.Parameter] = (),
-    ) -> None:
+    def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__()
         if not any(p.requires_grad for p in module.parameters()):
             raise ShardingError(
                 f"{type(module).__name__} has no parameter that requires a gradient, so nothing is to be averaged."
             )
-        self.module = wrap.fully_shard(
-            module,
-            process_group,
-            mesh=mesh,
-            sharding_strategy="NO_SHARD",
-            sync_module_states=init_sync,
-            mp_policy=mp_policy,
-            ignored_modules=ignored_modules,
-            ignored_params=ignored_params,
-            reduction=reduction,
-            broadcast_buffers=broadcast_buffers,
-            plain_shards=True,
-        )
+        self.module = wrap.fully_shard(module, sharding_strategy="NO_SHARD", plain_shards=True, **options)
         self._requires_sync = True
         refuse_other_engines(self)
 
@@ -147,14 +123,14 @@ class DistributedDataParallel(ReplicatedModule):
         own = [(one, one.detach().clone()) for one in module.buffers() if keeps and not is_lazy(one)]
         super().__init__(
             module,
-            process_group,
-            ReductionPolicy(
+            process_group=process_group,
+            mesh=device_mesh,
+            reduction=ReductionPolicy(
                 bucket_cap_mb=bucket_cap_mb,
                 find_unused_parameters=find_unused_parameters and not static_graph,
                 static_graph=static_graph,
             ),
-            mesh=device_mesh,
-            init_sync=init_sync,
+            sync_module_states=init_sync,
             broadcast_buffers=broadcasts,
             ignored_modules=modules,
             ignored_params=params,
