@@ -195,7 +195,7 @@ def test_a_circle_is_found() -> None:
 
 
 # torch's configuration objects are given on, its names are compared with ours, and nothing is called
-_NAMES_OF_FSDP2 = {"compat.fully_shard", "compat.fsdp2.wrap", "compat.fsdp2.module"}
+_NAMES_OF_TORCH = {"compat.torch_fsdp", "compat.fully_shard", "compat.fsdp2.wrap", "compat.fsdp2.module"}
 
 
 def test_only_process_group_and_connect_import_torch_distributed() -> None:
@@ -211,7 +211,7 @@ def test_only_process_group_and_connect_import_torch_distributed() -> None:
                 "shards.dtensors",
                 *("commands.planning.measure", "commands.planning.shapes", "commands.rehearsal.torch_groups"),
             ),
-            *("compat.fairscale.groups", "compat.fsdp1.torch_names", "compat.frameworks.lightning_trainer", *_NAMES_OF_FSDP2),
+            *("compat.fairscale.groups", "compat.fsdp1.torch_names", "compat.frameworks.lightning_trainer", *_NAMES_OF_TORCH),
             *("commands.selftest.rank", "compat.fsdp2.pipeline"),
         },
         {name: [one for one in imports_of(path_of(name)) if is_distributed(one) and not is_dcp(one)] for name in FILES},

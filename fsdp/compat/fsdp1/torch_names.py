@@ -1,6 +1,6 @@
-"""torch's own objects that the door shows or uses: enumerations, configurations, policies, groups, kinds of sharded tensors.
+"""torch's own objects that the door uses: enumerations, configurations, groups, kinds of sharded tensors.
 
-Rule: the only file of the door that imports torch.distributed.
+Rule: the only file of the package that imports torch.distributed.
 """
 
 import os
@@ -18,19 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
-    FlatParameter,
     FullOptimStateDictConfig,
     FullStateDictConfig,
-    FullyShardedDataParallel,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
     MixedPrecision,
-    OptimStateDictConfig,
     OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictConfig,
     StateDictSettings,
     StateDictType,
 )
@@ -38,17 +34,6 @@ from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.fsdp._flat_param import _ShardParamInfo as ShardParamInfo
 from torch.distributed.fsdp._shard_utils import _create_chunk_dtensor, _create_chunk_sharded_tensor
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.fsdp.wrap import (
-    CustomPolicy,
-    ModuleWrapPolicy,
-    always_wrap_policy,
-    enable_wrap,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-    wrap,
-)
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardOfDTensor
 
@@ -61,35 +46,22 @@ __all__ = [
     "ActivationWrapper",
     "BackwardPrefetch",
     "CPUOffload",
-    "CustomPolicy",
     "DTensor",
     "DeviceMesh",
-    "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
-    "FullyShardedDataParallel",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
-    "ModuleWrapPolicy",
-    "OptimStateDictConfig",
     "OptimStateKeyType",
     "ShardParamInfo",
-    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardedTensor",
     "ShardingStrategy",
-    "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
     "TrainingState",
-    "always_wrap_policy",
-    "enable_wrap",
-    "lambda_auto_wrap_policy",
-    "size_based_auto_wrap_policy",
-    "transformer_auto_wrap_policy",
-    "wrap",
 ]
 
 auto_wrap = _auto_wrap
