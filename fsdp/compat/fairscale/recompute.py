@@ -5,16 +5,17 @@ The module keeps its class and its names: only its `forward` is replaced. The re
 
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import get_device_states, set_device_states
+from torch.utils.checkpoint import CheckpointFunction
 
 from fsdp.compat.fairscale.flat_params import Shown
 
@@ -96,29 +97,6 @@ def _track_again(norm: nn.Module, *_: Any) -> None:
         norm._buffers["running_mean"], norm._buffers["running_var"] = norm.__dict__.pop("_kept_stats")
 
 
-class _Call(NamedTuple):
-    """One forward of a checkpointed module: how to repeat it."""
-
-    run: Callable[[Sequence[Any]], tuple[list[Any], Any]]
-    """Runs the module with these leaves of its inputs; returns the leaves and the structure of the outputs."""
-    leaves: list[Any]
-    """The leaves of the inputs that are no tensors; None where a tensor is."""
-    places: list[int]
-    """Where the tensors are among the leaves."""
-    offload: bool
-    shown: Shown
-    """The views that modules showed in place of parameters."""
-    outputs: list[Any]
-    """Receives the leaves and the structure of the outputs."""
-
-    def inputs(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """All leaves of the inputs."""
-        found = list(self.leaves)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            found[place] = tensor
-        return found
-
-
 def _forward(forward: Callable[..., Any], reference: Any, offload: bool, *args: Any, **kwargs: Any) -> Any:
     """Stand for the forward of a checkpointed module."""
     module = reference()
@@ -128,20 +106,34 @@ def _forward(forward: Callable[..., Any], reference: Any, offload: bool, *args: 
     trains = any(t.requires_grad for t in (*tensors, *module.parameters(), *(view for *_, view in shown)))
     if _flags.disabled or not torch.is_grad_enabled() or not trains:
         return forward(module, *args, **kwargs)
-
-    def run(given: Sequence[Any]) -> tuple[list[Any], Any]:
-        again_args, again_kwargs = tree_unflatten(given, structure)
-        return tree_flatten(forward(module, *again_args, **again_kwargs))
-
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    places = [isinstance(leaf, Tensor) for leaf in leaves]
     others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    call = _Call(run, others, places, offload, shown, [])
+    outputs: list[Any] = []
+
+    def run(switch: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        """Run the module with these tensors among its inputs; return those among its outputs."""
+        is_again, rest = torch.is_grad_enabled(), iter(given)
+        inputs = [next(rest) if is_tensor else leaf for is_tensor, leaf in zip(places, others, strict=True)]
+        again_args, again_kwargs = tree_unflatten(inputs, structure)
+        with enable_recomputing() if is_again else enable_checkpointing(), _showing(shown if is_again else ()):
+            found, spec = tree_flatten(forward(module, *again_args, **again_kwargs))
+        made = tuple(leaf for leaf in found if isinstance(leaf, Tensor))
+        if not is_again:
+            outputs.extend((found, spec))
+        elif not any(one.requires_grad for one in made):
+            raise RuntimeError(
+                "checkpoint_wrapper: no output of the module requires a gradient, so that there is nothing to compute again; "
+                "do not wrap it, or wrap it after freezing its parameters."
+            )
+        return made
+
     # the outputs require a gradient if any input does, and no input of the module may
     switch = torch.empty(0, requires_grad=True)
-    results = iter(_Checkpoint.apply(switch, call, *tensors))  # type: ignore[no-untyped-call]
-    found, outputs = call.outputs
-    call.outputs.clear()
-    return tree_unflatten([next(results) if isinstance(leaf, Tensor) else leaf for leaf in found], outputs)
+    with save_on_cpu() if offload else nullcontext():
+        results = iter(_Checkpoint.apply(run, True, switch, *tensors))  # type: ignore[no-untyped-call]
+    found, spec = outputs
+    outputs.clear()
+    return tree_unflatten([next(results) if isinstance(leaf, Tensor) else leaf for leaf in found], spec)
 
 
 def _views_in(module: nn.Module) -> Shown:
@@ -170,60 +162,14 @@ def _showing(shown: Shown) -> Iterator[None]:
                 one.__dict__[name] = earlier
 
 
-class _Checkpoint(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, switch: Tensor, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        ctx.trains = [t.requires_grad for t in tensors]
-        ctx.devices = [t.device for t in tensors]
-        ctx.save_for_backward(*(t.to("cpu", non_blocking=True) if call.offload else t for t in tensors))
-        ctx.random = torch.get_rng_state(), *get_device_states(*tensors)
-        ctx.autocasts = [_autocast(device) for device in ("cpu", *{t.device.type for t in tensors if t.device.type != "cpu"})]
-        with enable_checkpointing():
-            leaves, structure = call.run(call.inputs(tensors))
-        call.outputs.extend((leaves, structure))
-        outputs = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        ctx.mark_non_differentiable(*(t for t in outputs if not (t.is_floating_point() or t.is_complex())))
-        return outputs
+class _Checkpoint(CheckpointFunction):
+    """torch's reentrant checkpoint."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
             raise RuntimeError(
                 "checkpoint_wrapper: torch.autograd.grad() and backward(inputs=...) cannot pass through a checkpoint, because "
                 "the parameters inside get their gradients too; use loss.backward()."
             )
-        call: _Call = ctx.call
-        tensors = [
-            saved.to(device).detach().requires_grad_(flag)
-            for saved, device, flag in zip(ctx.saved_tensors, ctx.devices, ctx.trains, strict=True)
-        ]
-        host, devices, states = ctx.random
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=devices, enabled=True))
-            torch.set_rng_state(host)
-            set_device_states(devices, states)
-            for autocast in ctx.autocasts:
-                stack.enter_context(autocast())
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(enable_recomputing())
-            stack.enter_context(_showing(call.shown))
-            leaves, _ = call.run(call.inputs(tensors))
-        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        ends = [(out, grad) for out, grad in zip(outputs, gradients, strict=True) if out.requires_grad and grad is not None]
-        if not ends:
-            raise RuntimeError(
-                "checkpoint_wrapper: no output of the module requires a gradient, so that there is nothing to compute again; "
-                "do not wrap it, or wrap it after freezing its parameters."
-            )
-        torch.autograd.backward([out for out, _ in ends], [grad for _, grad in ends])
-        return None, None, *(t.grad for t in tensors)
-
-
-def _autocast(device: str) -> Callable[[], Any]:
-    """A context with the autocast settings of a type of device as they are now."""
-    try:
-        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    except RuntimeError:  # a type of device without autocast
-        return nullcontext
-    return partial(torch.autocast, device, dtype=dtype, enabled=enabled, cache_enabled=torch.is_autocast_cache_enabled())
+        return CheckpointFunction.backward(ctx, *gradients)  # type: ignore[no-untyped-call]
