@@ -183,6 +183,21 @@ def test_missing_shards_are_refused_or_left_out() -> None:
         FullyShardedDataParallel.consolidate_shard_weights(cut, [metadata[0]])
 
 
+def test_names_that_the_wrapped_module_itself_has_for_one_parameter_are_plain_offline() -> None:
+    class Tied(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.same = self.weight
+
+    def one_rank(rank: int) -> Any:
+        model = FullyShardedDataParallel(Tied())
+        return model.local_state_dict(), model.local_metadata_dict()
+
+    states, metadata = zip(*simulate(2, one_rank), strict=True)
+    together = FullyShardedDataParallel.consolidate_shard_weights(list(states), list(metadata))
+    assert together.keys() == {"weight", "same", "bias"}
+
+
 @pytest.mark.parametrize("ties", [False, True])
 def test_optimizer_state_is_gathered_by_plain_parameter_and_cut_again(ties: bool) -> None:
     expected = plain(2, ties=ties)[1].state_dict()
