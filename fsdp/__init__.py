@@ -42,7 +42,7 @@ from fsdp.state_dict.full_state import full_state_dict, iter_full_params, load_f
 from fsdp.state_dict.optim_state import full_optim_state_dict, load_full_optim_state_dict
 
 if TYPE_CHECKING:
-    from fsdp.compat.fsdp2.pipeline import PipelineStage
+    from fsdp.api.pipeline import PipelineStage
 
 __all__ = [
     "EMA",
@@ -109,7 +109,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """Import what few programs use, and what takes long to import."""
     if name == "PipelineStage":
-        from fsdp.compat.fsdp2.pipeline import PipelineStage
+        from fsdp.api.pipeline import PipelineStage
 
         return PipelineStage
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -212,7 +212,7 @@ def test_only_process_group_and_connect_import_torch_distributed() -> None:
                 *("commands.planning.measure", "commands.planning.shapes", "commands.rehearsal.torch_groups"),
             ),
             *("compat.fairscale.groups", "compat.fsdp1.torch_names", "compat.frameworks.lightning_trainer", *_NAMES_OF_TORCH),
-            *("commands.selftest.rank", "compat.fsdp2.pipeline"),
+            *("commands.selftest.rank", "api.pipeline"),
         },
         {name: [one for one in imports_of(path_of(name)) if is_distributed(one) and not is_dcp(one)] for name in FILES},
     )

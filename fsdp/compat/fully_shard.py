@@ -39,7 +39,7 @@ share_comm_ctx = takes_arguments_of(lambda: _share, "share_comm_ctx")(_ours.shar
 def __getattr__(name: str) -> Any:
     """Import the stage of pipelines, which takes long, where its name is asked for."""
     if name == "PipelineStage":
-        from fsdp.compat.fsdp2.pipeline import PipelineStage
+        from fsdp.api.pipeline import PipelineStage
 
         return PipelineStage
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

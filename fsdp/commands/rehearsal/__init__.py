@@ -5,6 +5,6 @@ those of the engine, and nothing here computes a layout. memory.py counts what t
 computes in Python again for each layer. clock.py turns what is run into seconds, with the numbers of hardware.py.
 torch_groups.py is torch.distributed for the other dimensions of a job: meshes, and the collectives of torch's styles. pipeline.py
 rehearses each stage of a pipeline (stage_passes.py), and says what a step of all stages takes.
-May use: api, compat.fsdp2 (pipeline), building, runtime (registry), params, comm, shards, device, errors.
+May use: api, building, runtime (registry), params, comm, shards, device, errors.
 Must not: need a process group.
 """

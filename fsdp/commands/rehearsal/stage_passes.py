@@ -9,9 +9,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fsdp.api.pipeline import PipelineStage
 from fsdp.commands.rehearsal.memory import Memory
 from fsdp.commands.rehearsal.rehearsed_communicator import RehearsedRank
-from fsdp.compat.fsdp2.pipeline import PipelineStage
 
 RECEIVED: Final = "what a stage receives"
 

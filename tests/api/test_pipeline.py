@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
 import fsdp
+from fsdp.api import pipeline
 from fsdp.comm.simulated import current_rank
-from fsdp.compat.fsdp2 import pipeline
 from fsdp.compat.fully_shard import fully_shard
 from fsdp.runtime.engine import Engine
 from tests.comm.failure.dimension_programs import Mine, cause_of
