@@ -129,7 +129,8 @@ def _forward(forward: Callable[..., Any], reference: Any, offload: bool, *args: 
 
     # the outputs require a gradient if any input does, and no input of the module may
     switch = torch.empty(0, requires_grad=True)
-    with save_on_cpu() if offload else nullcontext():
+    # it makes no copy of a tensor on the host, and autograd does not check the version of what a hook has saved
+    with save_on_cpu() if offload and any(t.device.type != "cpu" for t in tensors) else nullcontext():
         results = iter(_Checkpoint.apply(run, True, switch, *tensors))  # type: ignore[no-untyped-call]
     found, spec = outputs
     outputs.clear()

@@ -32,6 +32,15 @@ def run(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("offload_to_cpu", [False, True])
+def test_a_saved_input_that_is_changed_before_its_recompute_is_noticed(offload_to_cpu: bool) -> None:
+    given = torch.ones(2, 4)
+    output = checkpoint_wrapper(nn.Linear(4, 4), offload_to_cpu)(given)
+    given.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("offload_to_cpu", [False, True])
 @pytest.mark.parametrize("input_needs_grad", [False, True])
 def test_gradients_and_statistics_are_those_of_the_plain_module(offload_to_cpu: bool, input_needs_grad: bool) -> None:
     plain, wrapped = Counts(), Counts()
