@@ -27,8 +27,8 @@ CEILINGS: Final = Path(__file__).with_suffix(".json")
 """What each number of `counts` may be at most."""
 BESIDE: Final = ("compat", "commands", "integrations")
 """The packages in `fsdp/` that are no core: names of other engines, and what `python -m fsdp` offers."""
-WORLD: Final = ("simulated", "simulated_group", "simulated_ops")
-"""The simulated world, which a step over process groups does not pass through."""
+WORLD: Final = ("simulated", "simulated_group", "simulated_ops", "random_states")
+"""The simulated world and what it keeps for each rank: a step over process groups does not pass through these files."""
 SMALL: Final = 60
 LARGE: Final = 700
 TOP: Final = "fsdp"

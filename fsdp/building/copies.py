@@ -171,11 +171,13 @@ def _engine_hooks(module: nn.Module) -> dict[int, RefuseCopy]:
 
 def without_engine(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module without the unit and the hooks of the engine: what pickle may save of it."""
-    stale = _engine_hooks(module)
-    attributes = {name: value for name, value in module.__dict__.items() if name not in ATTRIBUTES}
+    stale, attributes = _engine_hooks(module), dict(module.__dict__)
+    for name in ATTRIBUTES:
+        attributes.pop(name, None)
     for name in (*_HOOKS, *_ABOUT_HOOKS):
-        found = attributes[name]
-        attributes[name] = type(found)((key, value) for key, value in found.items() if key not in stale)
+        attributes[name] = copy.copy(attributes[name])
+        for key in stale:
+            attributes[name].pop(key, None)
     return {**attributes, "_parameters": dict(module._parameters)}
 
 
