@@ -114,7 +114,7 @@ def _run(file: Path, engine: str) -> dict[str, str]:
     done = subprocess.run(command, env=environment, cwd=file.parent, check=False)
     lines = events.read_text(encoding="utf-8").splitlines()
     events.unlink()
-    if done.returncode not in (0, 1, NOT_COLLECTED, NO_TESTS):
+    if done.returncode not in (0, 1, NOT_COLLECTED, NO_TESTS) or (done.returncode == 1 and not lines):
         raise SystemExit(f"{file.name}: pytest ended with {done.returncode}; its text says why.")
     return outcomes_of(lines)
 
