@@ -23,10 +23,10 @@ def ranges_of(unit: Unit, limit: int = RANGE_BYTES) -> Iterator[ParamRange]:
     for _, param_shards in groupby(param_shards_of(unit), lambda one: id(one.flat)):
         found: list[ParamShard] = []
         for param_shard in param_shards:
-            if found and _nbytes([*found, param_shard]) > limit:
+            if found and _nbytes([found[0], param_shard]) > limit:
                 yield found
                 found = []
-            found = [*found, param_shard]
+            found.append(param_shard)
         yield found
 
 

@@ -364,7 +364,7 @@ def _step(model: nn.Module, passes: Any, optimizer: torch.optim.Optimizer | None
     memory.wait_for_copies()
     memory.hold_gradients(model)
     if optimizer is not None:
-        # as in a real step, which calls their operators where no mode sees them, if it is given no closure
+        # on local tensors, as in training, and with a closure: without one a step calls operators where no mode sees them
         on_parts = parts_of_dtensors(optimizer) if isinstance(optimizer, ELEMENT_WISE_OPTIMIZERS) else nullcontext()
         with memory.optimizing(), on_parts:
             optimizer.step(*([_no_loss] if type(optimizer).__module__.startswith("torch.optim") else []))

@@ -98,7 +98,7 @@ class RehearsedCommunicator(Communicator):
         return self._launch("all_reduce", label, received, tensor.nbytes, 2 * padded * fixed_order)
 
     def carry(self, kind: str, received: int, label: str, after: float = 0.0, scratch: int = 0) -> "_Awaited":
-        """Launch what may not be the engine's: a collective of torch, or a transfer between stages of a pipeline."""
+        """Launch a collective, of the engine or of torch, or a transfer between stages of a pipeline, when `after` is over."""
         self._played.launched.append(Collective(kind, label, self.size, received))
         clock = self._played.clock
         return _Awaited(clock, clock.launch(self.ranks, received, after), label, scratch)

@@ -112,6 +112,7 @@ def _forward(forward: Callable[..., Any], reference: Any, offload: bool, *args: 
 
     def run(switch: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         """Run the module with these tensors among its inputs; return those among its outputs."""
+        # torch runs the forward without gradients, and the recompute with them
         is_again, rest = torch.is_grad_enabled(), iter(given)
         inputs = [next(rest) if is_tensor else leaf for is_tensor, leaf in zip(places, others, strict=True)]
         again_args, again_kwargs = tree_unflatten(inputs, structure)
