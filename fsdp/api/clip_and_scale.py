@@ -19,6 +19,7 @@ from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import collective_call, engines_in, refusal, refuse_unless_resting
 from fsdp.runtime.steps import engines_of
 from fsdp.shards.dtensors import agree_on_meshes, local_of
+from fsdp.shards.norms_and_sums import summing_dtype
 from fsdp.shards.shard_parameter import EmptyShardParameter
 from fsdp.shards.shard_tensor import local_operators, plain
 
@@ -64,7 +65,6 @@ def clip_grad_norm_(
 def _measure(model: nn.Module, power: float) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """The norm over the gradients of one model, and the gradients of which this rank holds elements: dense and sparse ones."""
     engines = engines_in(model, "clip_grad_norm_")
-    comms = engines[0].comms
     sharded = set(map(id, chain.from_iterable(unit.sharded_params for engine in engines for unit in engine.units)))
     parameters = list(model.parameters())
     unsharded = [id(p) for p in parameters if id(p) not in sharded]
@@ -72,7 +72,7 @@ def _measure(model: nn.Module, power: float) -> tuple[Tensor, list[Tensor], list
         inside = {id(p) for engine in engines for one in engine.units[0].modules for p in one.parameters()}
         parameters = [p for p in parameters if id(p) in sharded]
         unsharded = [key for key in unsharded if key not in inside]
-    if unsharded or not all(engine.comms.same_ranks_as(comms) for engine in engines):
+    if unsharded or not all(engine.comms.same_ranks_as(engines[0].comms) for engine in engines):
         names = {id(p): name for name, p in model.named_parameters()}
         why = f"{names[unsharded[0]]!r} is not sharded" if unsharded else "the roots have different process groups"
         raise ShardingError(
@@ -162,8 +162,11 @@ def local_norm(strided: list[Tensor], sparse: list[Tensor], power: float, dtype:
     filled = [values for values in (*strided, *(one.coalesce().values() for one in sparse)) if values.size().numel()]
     if not filled:
         return torch.zeros((), dtype=dtype, device=device)
-    norms = torch.stack([norm.to(device, dtype) for norm in torch._foreach_norm(filled, power)])
-    total: Tensor = torch.linalg.vector_norm(norms, power)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for values in filled:  # a norm of float16 overflows above 65,504, and one of bfloat16 has three digits
+        by_dtype.setdefault(summing_dtype(values.dtype), []).append(values)
+    norms = [norm.to(device, dtype) for wide, alike in by_dtype.items() for norm in torch._foreach_norm(alike, power, wide)]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), power)
     return total
 
 

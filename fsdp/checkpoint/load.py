@@ -98,8 +98,7 @@ def load(
             refuse_lost_versions(f"load {folder}", stored.paths.values(), model_view, manifest.world_size)
             stored = stored.renamed(seen_by(comm.rank if alike else 0, stored.paths))
         targets, keys = _model_targets(folder, stored, model, shown, strict)
-        left_out = {*keys.missing_keys, *keys.unexpected_keys}
-        targets.update(_gradient_targets(folder, stored, model_view, left_out))
+        targets.update(_gradient_targets(folder, stored, model_view, {*keys.missing_keys, *keys.unexpected_keys}))
         if optimizer_view is not None:
             targets.update(_optimizer_targets(stored, manifest, optimizer_view))
         refuse_kind("load", "ema", ema, (EMA, NoneType), "an fsdp.EMA")

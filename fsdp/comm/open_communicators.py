@@ -128,8 +128,7 @@ def open_across(mesh: Any, comms: CommContext, ranks: tuple[int, ...]) -> CommCo
     here = simulated.current_rank()
     if here is not None:
         return comms._replace(across=here.comm(JOINT_NAME, ranks))
-    group = _group_of(mesh.get_group(mesh.ndim - 1), ranks)
-    return comms._replace(across=_comm(group, JOINT_NAME, apart=True))
+    return comms._replace(across=_comm(_group_of(mesh.get_group(mesh.ndim - 1), ranks), JOINT_NAME, apart=True))
 
 
 def open_routed(group: dist.ProcessGroup | None, comms: CommContext) -> tuple[Any, CommContext]:

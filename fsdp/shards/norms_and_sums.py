@@ -58,7 +58,7 @@ def _gather(reductions: Sequence[Reduction], comm: Communicator, label: str) -> 
         yield place[:, : one.part.nbytes].contiguous().view(one.part.dtype)
 
 
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
+def summing_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which numbers of `dtype` are added."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
@@ -83,9 +83,9 @@ def norm(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:
     if not (dtype.is_floating_point or dtype.is_complex):
         _refuse_exact("norm", info, local)
     if values.numel():
-        part = torch.linalg.vector_norm(values, power, dtype=_accumulator(dtype))
+        part = torch.linalg.vector_norm(values, power, dtype=summing_dtype(dtype))
     else:
-        part = torch.full((), math.inf if power < 0 else 0.0, dtype=_accumulator(dtype), device=local.device)
+        part = torch.full((), math.inf if power < 0 else 0.0, dtype=summing_dtype(dtype), device=local.device)
     if power == 0:
         return Reduction(part.view(1), _column(torch.sum, dtype))
     return Reduction(part.view(1), _column(lambda parts: torch.linalg.vector_norm(parts, power), dtype))
@@ -96,7 +96,7 @@ def _fold(
 ) -> Reduction:
     is_exact = not (local.is_floating_point() or local.is_complex())
     dtype = given.get("dtype") or (torch.int64 if is_exact else local.dtype)
-    return Reduction(function(local, dtype=_accumulator(dtype)).view(1), _column(combine, dtype))
+    return Reduction(function(local, dtype=summing_dtype(dtype)).view(1), _column(combine, dtype))
 
 
 def mean(info: ShardInfo, local: Tensor, given: Arguments) -> Reduction:

@@ -156,8 +156,7 @@ class ShardTensor(Tensor):
 
     def item(self) -> Any:
         """The number, if the full tensor has one element. torch's own would look at the size of this rank's part."""
-        number = only_element(self.shard_info, plain(self))
-        return gather_and_combine([number], [self.shard_info], "item")[0].item()
+        return gather_and_combine([only_element(self.shard_info, plain(self))], [self.shard_info], "item")[0].item()
 
     __bool__, __int__, __float__, __complex__ = _of_item(bool), _of_item(int), _of_item(float), _of_item(complex)
 

@@ -81,7 +81,7 @@ class InstanceState(Wrapper):
     _gradient_predivide_factor = _gradient_postdivide_factor = property(None, _refuse_factor)
 
     def hook_low_precision_grads(self) -> None:
-        """With `keep_low_precision_grads`, let gradients get the dtype that computes, once they are reduced."""
+        """With `keep_low_precision_grads`, let gradients get a dtype of mixed precision, once they are reduced."""
         ref = unit_ref_of(self._unit_module)
         for parameter in ref.unit.sharded_params if ref is not None and self.mixed_precision.keep_low_precision_grads else ():
             if parameter.is_floating_point() or parameter.is_complex():
@@ -191,7 +191,11 @@ class InstanceState(Wrapper):
 
 
 def _keep_low_precision(parameter: nn.Parameter) -> None:
-    """Give a gradient the dtype that its unit computes in, past the check of `.grad`, as FSDP1 does."""
+    """Give a gradient the dtype that its unit computes in, past the check of `.grad`, as FSDP1 does.
+
+    Without shards it has the dtype in which it was reduced.
+    """
     unit: Any = owning_unit(parameter)
-    if parameter.grad is not None and (dtype := unit.config.mp_policy.param_dtype) is not None:
+    policy, is_replicated = unit.config.mp_policy, unit.comm.size == 1  # NO_SHARD
+    if parameter.grad is not None and (dtype := (is_replicated and policy.reduce_dtype) or policy.param_dtype) is not None:
         parameter.grad.data = parameter.grad.to(dtype)

@@ -63,15 +63,17 @@ def test_one_instance_of_a_model_may_be_converted_and_a_model_around_instances(r
     around(batch(0, rank).double()).sum().backward()
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize(
+    ("strategy", "dtype"), [("FULL_SHARD", torch.bfloat16), ("SHARD_GRAD_OP", torch.bfloat16), ("NO_SHARD", torch.float16)]
+)
 @on_ranks(2)
-def test_low_precision_gradients_are_kept_and_added_to(rank: int, strategy: str) -> None:
+def test_low_precision_gradients_are_kept_and_added_to(rank: int, strategy: str, dtype: torch.dtype) -> None:
     """Those of a copy too, those of a parameter that is thawed later, and those that summon_full_params shows."""
 
     def trained(keeps: bool) -> FSDP:
         net = Net()
         net.first.weight.requires_grad = False
-        policy = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=keeps)
+        policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float16, keep_low_precision_grads=keeps)
         model = FSDP(net, sharding_strategy=ShardingStrategy[strategy], mixed_precision=policy, use_orig_params=True)
         model = copy.deepcopy(model)
         model.first.weight.requires_grad = True
@@ -80,8 +82,8 @@ def test_low_precision_gradients_are_kept_and_added_to(rank: int, strategy: str)
 
     kept, plain = trained(keeps=True), trained(keeps=False)
     grads = [p.grad for p in kept.parameters() if p.grad is not None]
-    assert grads and all(grad.dtype is torch.bfloat16 for grad in grads)
-    torch.testing.assert_close([grad.float() for grad in grads], [p.grad for p in plain.parameters() if p.grad is not None])
+    assert grads and all(grad.dtype is dtype for grad in grads)
+    torch.testing.assert_close(grads, [p.grad.to(dtype) for p in plain.parameters() if p.grad is not None])
     for model in (kept, plain):
         with FSDP.summon_full_params(model, with_grads=True):
             assert all(p.grad is not None for p in model.parameters())
