@@ -1,6 +1,7 @@
 """What is not sharded, and each rank has in a version of its own: saved as such, and loaded by a stated rule."""
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -196,26 +197,25 @@ def test_a_conversion_keeps_every_version(tmp_path: Path) -> None:
     assert any(line.startswith("own: ") for line in describe(tmp_path / "a"))
 
 
-def test_an_older_checkpoint_without_own_versions_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def save(rank: int) -> dict[str, Tensor]:
-        model, _ = make()
-        with torch.no_grad():
-            model.norm.running_mean.fill_(rank)
-        with monkeypatch.context() as patched:
-            patched.setattr(own_values, "set_apart", lambda *_: None)
-            fsdp.save(tmp_path / "a", model)
-        return {name: b.clone() for name, b in model.named_buffers()}
-
-    saved = fsdp.simulate(2, save)
+@pytest.mark.parametrize(
+    ("written", "of_ranks"), [("2026-11-22", [1, 1]), ("2026-11-22", [1] * 3), ("2026-11-26", [0, 1]), ("2026-11-26", [0] * 3)]
+)
+def test_a_checkpoint_that_an_earlier_version_wrote_is_loaded(written: str, of_ranks: list[int], tmp_path: Path) -> None:
+    """Two ranks wrote it. full.pt has their full state dicts and the buffers of each. The first format kept one rank's."""
+    shutil.unpack_archive(Path(__file__).parent / "stored" / f"{written}.tar.xz", tmp_path, filter="data")
+    full = torch.load(tmp_path / "full.pt", weights_only=True)
 
     def load(rank: int) -> dict[str, Tensor]:
-        model, _ = make()
-        fsdp.load(tmp_path / "a", model)
-        return {name: b.clone() for name, b in model.named_buffers()}
+        model = fsdp.fully_shard(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), auto_wrap_policy={nn.Linear})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        fsdp.load(tmp_path / "checkpoint", model, optimizer)
+        found = fsdp.full_state_dict(model, rank0_only=False)
+        assert_same(*({name: one[name] for name, _ in model.named_parameters()} for one in (found, full["model"])))
+        assert_same(fsdp.full_optim_state_dict(model, optimizer, rank0_only=False), full["optimizer"])
+        return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
-    found = fsdp.simulate(2, load)
-    assert_same(found[0], found[1])
-    assert float(found[0]["norm.running_mean"][0]) in {float(one["norm.running_mean"][0]) for one in saved}
+    for found, rank in zip(fsdp.simulate(len(of_ranks), load), of_ranks, strict=True):
+        assert_same(found, full["buffers"][rank])
 
 
 def test_a_damaged_own_version_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
