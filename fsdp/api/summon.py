@@ -155,8 +155,7 @@ class _FullValues(TorchFunctionMode):
         targets = tree_leaves((args[:1], [kwargs[key] for key in _TARGETS if key in kwargs]))
         if (_changes_in_place(func, name) or "out" in kwargs) and any(one is target for one in found for target in targets):
             raise self._changed(found[0], name)
-        replace = self._shape if name in _SHAPES else self._value
-        args, kwargs = tree_map_only(nn.Parameter, replace, (args, kwargs))
+        args, kwargs = tree_map_only(nn.Parameter, self._shape if name in _SHAPES else self._value, (args, kwargs))
         return func(*args, **kwargs)
 
     def forget(self) -> None:

@@ -86,7 +86,7 @@ def _make_passes(engine: Engine) -> Passes:
         for number, unit in enumerate(units):
             for schedule, ahead in zip((forward, backward), unit.settings.ahead, strict=True):
                 schedule.give(number, [numbers[id(module)] for module in ahead if id(module) in numbers])
-    return Passes(engine, path, Gathers(units, engine.streams, cap, engine.stats.add_gathers))
+    return Passes(engine, path, Gathers(units, engine.streams, cap, engine.stats))
 
 
 def _refuse_on_meta(engine: Engine) -> list[RemovableHandle]:

@@ -112,8 +112,7 @@ def _note_of(snapshot: EngineSnapshot, index: int, with_story: bool) -> str:
     others = sorted((one for one in snapshot.units if one is not unit), key=lambda one: one.at_rest)
     shown = [unit, *others[: ROWS - 1]]
     left = len(snapshot.units) - len(shown)
-    tail = [f"  and {left} more units"] if left else []
-    return "\n".join([note, *_head(snapshot), *_table(shown, EVENTS), *tail])
+    return "\n".join([note, *_head(snapshot), *_table(shown, EVENTS), *([f"  and {left} more units"] if left else [])])
 
 
 def _reason(error: BaseException) -> str:

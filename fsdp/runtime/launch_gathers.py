@@ -7,6 +7,7 @@ import torch
 from fsdp.comm.communicator import Communicator
 from fsdp.device.streams import Streams
 from fsdp.params.unit import Unit
+from fsdp.reduction.stats import StepStats
 from fsdp.runtime.prefetch import share_gathers
 
 
@@ -16,14 +17,14 @@ class Gathers:
     Rule 1: which units share an all-gather follows from the order of the calls and from sizes, which all ranks have alike.
     """
 
-    __slots__ = ("_cap", "_collected", "_kinds", "_on_launch", "_sizes", "_streams", "_units")
+    __slots__ = ("_cap", "_collected", "_kinds", "_sizes", "_stats", "_streams", "_units")
 
-    def __init__(self, units: Sequence[Unit], streams: Streams, cap: int, on_launch: Callable[[Sequence[int]], None]) -> None:
-        """`cap`: the most bytes that several units fill together. `on_launch` is called with the units of each launch."""
+    def __init__(self, units: Sequence[Unit], streams: Streams, cap: int, stats: StepStats) -> None:
+        """`cap`: the most bytes that several units fill together. `stats` counts the launches."""
         self._units = tuple(units)
         self._streams = streams
         self._cap = cap
-        self._on_launch = on_launch
+        self._stats = stats
         self._sizes = [sum(unit.gather_sizes) for unit in units]
         self._kinds = [_kind(unit) for unit in units]
         """Units of one kind can share an all-gather. None: the unit has its own."""
@@ -50,7 +51,7 @@ class Gathers:
         """Launch the all-gather of a unit, or collect it for a later one."""
         if self._collected is None:
             self._units[index].all_gather()
-            self._on_launch((index,))
+            self._stats.add_gathers((index,))
         else:
             self._collected.append(index)
 
@@ -66,7 +67,7 @@ class Gathers:
         else:
             for unit in units:
                 unit.all_gather()
-        self._on_launch(group)
+        self._stats.add_gathers(group)
 
 
 def _kind(unit: Unit) -> tuple[Communicator, torch.device] | None:

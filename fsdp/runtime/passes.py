@@ -9,7 +9,9 @@ are in fsdp/runtime. In the order of a step:
     drop_stale         DROP_STALE                                     is a copy from before too old? (stale_params.py)
     unshard            UNSHARD                                        requests to the Residency; prefetch (prefetch.py)
     all_gather         ALL_GATHER, an effect of the Residency         launch_gathers.py, fsdp/params/unit.py, fsdp/comm
+    wait_for_unshard   WAIT_ALL_GATHER and USE_UNSHARDED, effects     fsdp/params/unit.py: the modules show full parameters
     post_forward       forward_hooks.py, after a unit's forward       POST_FORWARD: RESHARD. Then the hook hooks the outputs
+    reshard            RESHARD, where no later stage needs the copy   a request to the Residency, which frees the copy
     pre_backward       backward_hooks.py, as autograd enters a unit   PRE_BACKWARD: UNSHARD
     begin_backward     JOIN_BACKWARD, of the first unit               the kind of the backward; its final callback
     add_gradient       backward_hooks.py, at a unit's first gradient  GRAD_ACCUMULATED

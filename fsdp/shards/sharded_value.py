@@ -113,8 +113,7 @@ class ShardedValue(Tensor):
     def __get_tensor_shard__(self, index: "MetadataIndex") -> Tensor:
         """The chunk that begins at the offsets of `index`: a view of the shard."""
         chunk = next(chunk for chunk in self.chunks if index.offset is not None and chunk.offsets == tuple(index.offset))
-        numel = torch.Size(chunk.sizes).numel()
-        return self.local.reshape(-1)[chunk.start : chunk.start + numel].view(chunk.sizes)
+        return self.local.reshape(-1)[chunk.start : chunk.start + torch.Size(chunk.sizes).numel()].view(chunk.sizes)
 
 
 def write_items(fqn: str, chunks: Sequence[Chunk], shape: torch.Size, dtype: torch.dtype) -> "list[WriteItem]":
