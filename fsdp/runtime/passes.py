@@ -1,8 +1,8 @@
 """A training step, stage by stage: the first page of the engine.
 
 A hook of torch calls a stage. The stage sends an event to the engine, the tables of `state_machine` answer with actions, and the
-engine executes them. `Passes.__init__` has what executes each action. Some actions are stages themselves. Files without a folder
-are in fsdp/runtime. In the order of a step:
+engine executes them. `Passes.__init__` has what executes each action; `wait_for_unshard` and `reshard` have no other method.
+Files without a folder are in fsdp/runtime. In the order of a step:
 
     stage              called by                                      what it leads to
     pre_forward        forward_hooks.py, before a unit's forward      the first one begins the pass; PRE_FORWARD

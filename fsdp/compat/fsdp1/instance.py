@@ -193,7 +193,7 @@ class InstanceState(Wrapper):
 def _keep_low_precision(parameter: nn.Parameter) -> None:
     """Give a gradient the dtype that its unit computes in, past the check of `.grad`, as FSDP1 does.
 
-    Without shards it has the dtype in which it was reduced.
+    Without shards it gets the dtype in which it was reduced.
     """
     unit: Any = owning_unit(parameter)
     policy, is_replicated = unit.config.mp_policy, unit.comm.size == 1  # NO_SHARD
