@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from fsdp.comm.joint_gather import gather_parts
+from fsdp.comm.exchanges import gather_parts
 from fsdp.errors import ShardingError
 from fsdp.params.param_info import ParamInfo
 from fsdp.params.unit import Unit

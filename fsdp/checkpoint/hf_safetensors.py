@@ -21,7 +21,7 @@ from fsdp.checkpoint.atomic_folder import not_written, writing
 from fsdp.checkpoint.progress_bar import Progress, ProgressOption
 from fsdp.comm.agreement import agree_on_refusals
 from fsdp.comm.communicator import Communicator
-from fsdp.comm.joint_gather import copy_from
+from fsdp.comm.exchanges import copy_from
 from fsdp.errors import ShardingError, require_package
 from fsdp.file_errors import file_errors
 from fsdp.runtime.registry import collective_call

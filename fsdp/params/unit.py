@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from fsdp.autograd.frames import in_backward, is_running
 from fsdp.comm.context import CommContext
-from fsdp.comm.joint_gather import JointGather
 from fsdp.comm.work import Work
 from fsdp.config import Config
 from fsdp.device.storage import MemoryTracker, size_of
@@ -38,6 +37,7 @@ from fsdp.params.shown_params import (
 )
 from fsdp.params.summoned_params import FullParams
 from fsdp.params.versions import Versions
+from fsdp.params.wire import JointGather
 from fsdp.shards.shard_parameter import shard_changes
 from state_machine import ReshardPolicy
 

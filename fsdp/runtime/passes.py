@@ -32,7 +32,7 @@ from torch.autograd import Variable, profiler
 from fsdp.autograd.dynamo import is_compiled
 from fsdp.autograd.frames import gets_gradient, graph_task
 from fsdp.autograd.visits import ForwardCall, Pass
-from fsdp.comm.joint_gather import broadcast_buffers
+from fsdp.comm.exchanges import broadcast_buffers
 from fsdp.debug.error_notes import add_note_to_what_ends_the_backward
 from fsdp.errors import ShardingError, WorldError
 from fsdp.params.module_tree import ModuleTree

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp.comm.communicator import Communicator
-from fsdp.comm.joint_gather import gather_parts
+from fsdp.comm.exchanges import gather_parts
 from fsdp.errors import ShardingError
 from fsdp.shards.cut import Cut, Shape, part_shape
 from fsdp.shards.sharded_value import ShardedValue

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdp.comm.agreement import agree_and_share, agree_on_refusals
 from fsdp.comm.communicator import Communicator
-from fsdp.comm.joint_gather import broadcast_all
+from fsdp.comm.exchanges import broadcast_all
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call
 from fsdp.state_dict.fqns import IncompatibleKeys, check_names, check_values, extra_states, given_by, with_counts

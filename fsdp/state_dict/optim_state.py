@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fsdp.autograd.frames import own_method
 from fsdp.comm.agreement import agree_and_gather
 from fsdp.comm.communicator import Communicator
-from fsdp.comm.joint_gather import broadcast_all
+from fsdp.comm.exchanges import broadcast_all
 from fsdp.errors import ShardingError
 from fsdp.runtime.registry import collective_call
 from fsdp.shards.cut import Shape

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fsdp.comm.joint_gather import broadcast_all
+from fsdp.comm.exchanges import broadcast_all
 from fsdp.params.unit import Unit
 from fsdp.state_dict.param_shard import ParamShard, param_shards_of
 

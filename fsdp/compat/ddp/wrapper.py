@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 from fsdp.api import reductions, wrap
 from fsdp.building.copies import Memo
 from fsdp.building.other_engines import refuse_other_engines
+from fsdp.comm.exchanges import broadcast_buffers
 from fsdp.comm.failure.pending_call import FOR_EVALUATION
-from fsdp.comm.joint_gather import broadcast_buffers
 from fsdp.comm.open_communicators import Mesh, ProcessGroup
 from fsdp.compat.ddp.arguments import (
     ABSENT,

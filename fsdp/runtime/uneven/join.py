@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from fsdp.comm.joint_gather import broadcast_buffers
+from fsdp.comm.exchanges import broadcast_buffers
 from fsdp.config import MeshKind
 from fsdp.errors import ShardingError
 from fsdp.runtime.engine import Engine

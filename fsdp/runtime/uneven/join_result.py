@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp.autograd.dynamo import uncompiled
 from fsdp.comm.communicator import Communicator
-from fsdp.comm.joint_gather import copy_from
+from fsdp.comm.exchanges import copy_from
 from fsdp.errors import ShardingError, name_ranks
 from fsdp.shards.optimizer_state import living_optimizers
 
