@@ -29,6 +29,27 @@ BESIDE: Final = ("compat", "commands", "integrations")
 """The packages in `fsdp/` that are no core: names of other engines, and what `python -m fsdp` offers."""
 WORLD: Final = ("simulated", "simulated_group", "simulated_ops", "random_states")
 """The simulated world and what it keeps for each rank: a step over process groups does not pass through these files."""
+KINDS: Final = frozenset(
+    [
+        "replaces_param",
+        "replaces_params",
+        "asks_addresses",
+        "refuses_data",
+        "has_empty_grad",
+        "is_row_range",
+        "is_tensor_parallel",
+        "tensor_parallel",
+        "is_replicated",
+        "keeps_state",
+        "copies",
+        "copies_shards",
+        "is_put_away",
+        "is_meta",
+    ]
+)
+"""Attributes by which code asks of which kind a placement or a home is: how a parameter is cut, and in which memory it lies."""
+SAY_KINDS: Final = (Path("fsdp/params/placement.py"), Path("fsdp/device/home.py"))
+"""Where these questions belong."""
 SMALL: Final = 60
 LARGE: Final = 700
 TOP: Final = "fsdp"
@@ -153,6 +174,20 @@ def conditions(source: str) -> int:
     )
 
 
+def conditions_on_kinds(source: str) -> int:
+    """How often conditions, and operands of `and`, `or` and `not`, read an attribute of `KINDS`; each attribute counts once."""
+    asked: set[ast.AST] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.If | ast.IfExp | ast.While):
+            asked.add(node.test)
+        elif isinstance(node, ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)):
+            asked.add(node)
+        elif isinstance(node, ast.comprehension):
+            asked.update(node.ifs)
+    read = {inner for node in asked for inner in ast.walk(node)}
+    return sum(isinstance(node, ast.Attribute) and node.attr in KINDS for node in read)
+
+
 def lines_below(folder: Path, pattern: str) -> int:
     """The lines of all files of a folder whose names fit a pattern."""
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob(pattern))
@@ -169,6 +204,9 @@ def counts(root: Path) -> dict[str, int]:
         "core: lines": size.lines,
         "core: classes": size.classes,
         "core: conditions": sum(conditions(texts[path]) for path in core),
+        "core: conditions on the kind of a shard": sum(
+            conditions_on_kinds(texts[path]) for path in core if path not in SAY_KINDS
+        ),
         "core: uses of the first unit's options": sum(len(re.findall(r"units\[0\]\.config", texts[path])) for path in core),
         "rooms in fsdp/": len(rooms(root)),
         "arrows between the rooms": len(arrows(root)),

@@ -147,7 +147,7 @@ class _FullValues(TorchFunctionMode):
             return result
         if (
             name in _NO_VALUES
-            or not (found := self._shards_in((args, kwargs)))
+            or not (found := [p for p in tree_leaves((args, kwargs)) if isinstance(p, nn.Parameter) and self._unit_of(p)])
             or called_by_this_package()
             or stepping_optimizer()
         ):
@@ -171,9 +171,6 @@ class _FullValues(TorchFunctionMode):
         for (parameter, *_), (value, version) in values.items():
             if _version_of(value) != version:
                 raise self._changed(parameter, "a change of its full value")
-
-    def _shards_in(self, given: Any) -> list[nn.Parameter]:
-        return [one for one in tree_leaves(given) if isinstance(one, nn.Parameter) and self._unit_of(one) is not None]
 
     def _unit_of(self, parameter: nn.Parameter) -> Unit | None:
         """The unit of a sharded parameter; None for one that is in full now."""

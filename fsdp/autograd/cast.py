@@ -74,7 +74,8 @@ class Cast:
         Not into a tensor that requires a gradient or an expanded one, nor what has a gradient to compute.
         """
         for given, tensor, version in self._tensors:
-            if tensor._version != version and not (given.requires_grad or tensor.requires_grad) and _can_be_written(given):
+            is_changed = tensor._version != version and not (given.requires_grad or tensor.requires_grad)
+            if is_changed and given.layout is torch.strided and torch._debug_has_internal_overlap(given) != 1:
                 with torch.no_grad():
                     given.copy_(torch.where(tensor != given.to(self._dtype), tensor, given))
         for given, made, items in self._containers:
@@ -110,10 +111,6 @@ def _attributes(thing: Any) -> list[str]:
     return [
         *dict.fromkeys([*(field.name for field in fields(thing) if hasattr(thing, field.name)), *getattr(thing, "__dict__", ())])
     ]
-
-
-def _can_be_written(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) != 1
 
 
 def _is_dataclass_object(thing: Any) -> bool:

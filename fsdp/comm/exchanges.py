@@ -22,6 +22,14 @@ def copy_from(source: int, tensor: Tensor, comm: Communicator, label: str) -> Te
     return copy
 
 
+def gather_rows(comm: Communicator, row: Tensor, label: str) -> Tensor:
+    """The rows (k,) of all ranks, each contiguous and as long as the others: (W, k). Communicates."""
+    rows = row.new_empty(comm.size, row.numel())
+    rows[comm.rank].copy_(row)
+    comm.all_gather(rows.view(-1), label).wait()
+    return rows
+
+
 def gather_parts(
     full: Tensor, parts: Iterable[tuple[int, int, int]], mine: Tensor | None, comm: Communicator, label: str
 ) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from fsdp.comm.context import CommContext
+from fsdp.comm.work import Work
 from fsdp.config import OffloadPolicy
 from fsdp.device.home import home_of
 from fsdp.device.storage import Cutter, MemoryTracker, ResizableStorage, storage_key
@@ -196,15 +197,22 @@ class FlatBuffer:
         """This rank's chunk of an unsharded tensor in the order of the memory: (W * C,) -> (C,), a copy."""
         return torch.cat([segment[self.rank] for segment in self.wire.segments_of(flat)])
 
-    def gather_copy(self, dtype: torch.dtype, unit: str) -> Tensor:
-        """A full copy (W * C,) of this buffer, in `dtype` and in memory of its own.
+    def launch_copy(self, dtype: torch.dtype, label: str, chunk: Tensor | None = None) -> tuple[Tensor, Work]:
+        """Launch the gather of a full copy (W * C,) in the order of the wire, in `dtype` and in memory of its own.
+
+        `chunk`: what this rank has of it, (C,). None: the shard.
 
         Traffic: this rank receives (W - 1) * C elements
         """
-        gathered = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
-        self.local_chunk(gathered).copy_(self.shard)
-        self.comm.all_gather(gathered, copy_label(unit)).wait()
-        return self.wire.to_memory(gathered)
+        full = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
+        self.local_chunk(full).copy_(self.shard if chunk is None else chunk)
+        return full, self.comm.all_gather(full, label)
+
+    def gather_copy(self, dtype: torch.dtype, unit: str) -> Tensor:
+        """A full copy (W * C,) of this buffer in the order of the memory, see `launch_copy`."""
+        full, work = self.launch_copy(dtype, copy_label(unit))
+        work.wait()
+        return self.wire.to_memory(full)
 
     @property
     def is_replaced(self) -> bool:

@@ -47,6 +47,9 @@ _GRAD: Final = attrgetter("grad")
 class UnitObserver(Protocol):
     """Handles uses of the parameters of a unit outside its own forward."""
 
+    def before_copy(self, flat: FlatBuffer, dtype: torch.dtype) -> None:
+        """A copy of a flat buffer is about to be gathered in a dtype."""
+
     def on_used_outside(self) -> None:
         """A parameter is read outside the unit, and the value requires a gradient."""
 
@@ -116,8 +119,6 @@ class Unit:
         self._write_back: Callable[[], object] | None = None
         """Called before modules show shards: a recompute, or what came after it, may have changed unsharded parameters."""
         self.observer: UnitObserver
-        self.before_copy: Callable[[FlatBuffer, torch.dtype], None] | None = None
-        """Called before a copy of a flat buffer is gathered in a dtype."""
         self.flats = tuple(flats)
         self.gathered_flats = tuple([flat for flat in flats if not flat.is_shared])
         """Those whose unsharded parameters have memory of their own."""
@@ -455,8 +456,8 @@ class Unit:
         self.refuse_forked()
         self._check_shards()  # copies are looked at between forwards: there may be many of them in one
         self.sync_requires_grad()
-        if self.before_copy is not None and (copies is None or flat not in copies):
-            self.before_copy(flat, dtype)
+        if copies is None or flat not in copies:
+            self.observer.before_copy(flat, dtype)
         value = gather_param(flat, number, dtype, self.name, self._on_external_grad, copies)
         if in_backward() and value.requires_grad:
             # In a recompute the gradient may arrive in a graph task of the checkpoint, whose end is not the end of the
@@ -482,32 +483,24 @@ class Unit:
         Traffic:  this rank receives (W - 1) * C elements
         """
         with self._streams.gathering():
-            prepared = self.prepare_all_gather()
-            for flat, own in zip(self.gathered_flats, prepared, strict=True):
-                self._works.append(self.gather_together([flat], [own]))
+            for flat in self.gathered_flats:
+                self._works.append(self.gather_together([flat]))
             self._works += self._streams.gathered()
 
-    def gather_together(self, flats: Sequence[FlatBuffer], own: Sequence[Tensor]) -> Work:
-        """Launch one all-gather for flat buffers of this unit, or of others on the same ranks, with this rank's chunk of each.
+    def gather_together(self, flats: Sequence[FlatBuffer]) -> Work:
+        """Launch one all-gather for flat buffers of this unit, or of others on the same ranks.
 
         Memory: the bytes of all of them once more, until they are copied out; none for one that is gathered in place
         """
+        own = [*map(FlatBuffer.begin_gather, flats, repeat(self._tracker), repeat(self._streams))]
         if len(flats) == 1 and flats[0].gathers_in_place:
             return flats[0].comm.all_gather(flats[0].unsharded_bytes, self.name, own[0])
 
-        def allocate() -> None:
-            for flat in flats:
-                flat.memory.allocate(self._tracker)
-
         places = [place for flat in flats for place in flat.unsharded_segments]
-        work = JointGather(flats[0].comm, places, own, self.name, self._tracker.add, allocate)
+        work = JointGather(flats[0].comm, places, own, self.name, self._tracker, [flat.memory for flat in flats])
         if not self._streams.on_host:
             work.wait()  # the gather stream waits and copies, and the host goes on
         return work
-
-    def prepare_all_gather(self) -> Sequence[Tensor]:
-        """This rank's chunk of each of `gathered_flats`, see `FlatBuffer.begin_gather`."""
-        return [*map(FlatBuffer.begin_gather, self.gathered_flats, repeat(self._tracker), repeat(self._streams))]
 
     def add_works(self, works: Iterable[Work]) -> None:
         """Wait for these too, before the unsharded parameters may be read."""

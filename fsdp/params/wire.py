@@ -7,7 +7,7 @@ and nothing is copied. With several, the gathered chunks are copied once, into t
 on the wire directly.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Final
 
@@ -16,7 +16,7 @@ from torch import Size, Tensor
 
 from fsdp.comm.communicator import Communicator
 from fsdp.comm.work import Work
-from fsdp.device.storage import Cutter
+from fsdp.device.storage import Cutter, MemoryTracker, ResizableStorage
 from fsdp.params.layout import Layout
 from fsdp.params.placement import Placement
 
@@ -172,7 +172,7 @@ class WireOfSegments(Wire):
 class JointGather:
     """An all-gather of chunks that belong to several places. `wait` copies them there; it may be called more than once."""
 
-    __slots__ = ("_allocate", "_count", "_joint", "_places", "_sizes", "_work")
+    __slots__ = ("_joint", "_memories", "_places", "_sizes", "_tracker", "_work")
 
     def __init__(
         self,
@@ -180,19 +180,18 @@ class JointGather:
         places: list[Tensor],
         own: Sequence[Tensor],
         label: str,
-        count: Callable[[str, int], None],
-        allocate: Callable[[], None],
+        tracker: MemoryTracker,
+        memories: Sequence[ResizableStorage],
     ) -> None:
         """`places`: the bytes (W, c) that each part of chunks fills. `own`: this rank's chunk as bytes, in one or more tensors.
 
-        `count`: counts bytes of memory of a kind as allocated or, if negative, as released.
-        `allocate`: allocates the memory of the places that have none, just before it is needed.
+        `memories`: those of the places. They are allocated just before they are needed.
 
         Memory: the bytes of all of them once more, until they are copied out.
         """
         self._places = places
-        self._count = count
-        self._allocate = allocate
+        self._tracker = tracker
+        self._memories = memories
         self._sizes = [place.shape[1] for place in places]
         self._joint = places[0].new_empty(comm.size, sum(self._sizes))
         mine = self._joint[comm.rank]
@@ -201,7 +200,7 @@ class JointGather:
         else:
             torch.cat([*own], out=mine)
         self._work: Work | None = comm.all_gather(self._joint.view(-1), label, mine)
-        count("scratch", self._joint.numel())
+        tracker.add("scratch", self._joint.numel())
 
     def wait(self) -> None:
         work, self._work = self._work, None
@@ -209,8 +208,9 @@ class JointGather:
             return
         try:
             work.wait()
-            self._allocate()
+            for memory in self._memories:
+                memory.allocate(self._tracker)
             torch.split_with_sizes_copy(self._joint, self._sizes, 1, out=self._places)
         finally:
-            self._count("scratch", -self._joint.numel())
+            self._tracker.add("scratch", -self._joint.numel())
             del self._joint

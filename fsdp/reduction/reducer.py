@@ -8,7 +8,6 @@ Rule 4: the tables of `state_machine.bucket` decide what happens to a bucket; th
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import repeat
 from operator import attrgetter
 from time import perf_counter
@@ -34,8 +33,8 @@ from state_machine.bucket import BucketAction, BucketEvent, UnitEvent
 from state_machine.bucket_queue import BucketQueue
 
 _ACCUMULATED: Final = attrgetter("accumulated")
-Combine = Callable[[Sequence[int]], Sequence[int]]
-"""Returns the maximum of the messages of all ranks."""
+Exchange = Callable[[UsedParams, Sequence[bool]], None]
+"""Exchanges between the ranks which gradients they have. It is given for each bucket whether it was launched."""
 
 
 class Reducer:
@@ -53,7 +52,9 @@ class Reducer:
         self._units = tuple(units)
         self._comms = comms
         self._streams = streams
-        self.policy = units[0].config.reduction
+        config = units[0].config
+        self.policy = config.reduction
+        self._uneven_paths = config.uneven_paths
         self.buckets = make_buckets(units, tracker)
         self.of_unit: list[list[int]] = [[] for _ in units]
         """For each unit, the numbers of its buckets."""
@@ -64,20 +65,14 @@ class Reducer:
         self._device = readable_device(units[0].device)
         self.used_params = UsedParams(units, self.buckets, self.policy.static_graph, comms.world_comm, self._device)
         self.reductions = ReductionQueue(self.policy, comms, streams, tracker)
-        self.early = early_buckets(self.buckets, self.of_unit, innermost, units[0].config)
+        self.early = early_buckets(self.buckets, self.of_unit, innermost, config)
         """The early buckets: they may be launched when their gradients have arrived, before the post-backward of their unit."""
         self._queue = BucketQueue(
             [bucket.name for bucket in self.buckets],
             [bucket.unit for bucket in self.buckets],
-            bucket_kinds(len(self.buckets), self.early, units[0].config),
+            bucket_kinds(len(self.buckets), self.early, config),
             len(units),
         )
-        self.meeting: Callable[[Combine], bool] | None = None
-        """Called at the end of a backward that synchronises, where ranks may go different ways. It waits until all are there.
-
-        It is given a function that sends along which gradients this rank has. It returns whether it has called that: a rank
-        that has no data left has met the others before.
-        """
         self._stats = stats
         self.ignores_local_grads = False
         """True if the gradients of this rank are dropped, except those it accumulated earlier (`join`)."""
@@ -87,7 +82,7 @@ class Reducer:
         """Whether a shard may have a hook of the user. If none has, no code of the user runs in the commits."""
         self.runs_grad_hooks = False
         """Whether hooks of the user on sharded parameters run, before the first commit of a backward."""
-        self.order = ReductionOrder(self.buckets, self.of_unit, innermost, units[0].config)
+        self.order = ReductionOrder(self.buckets, self.of_unit, innermost, config)
         self._make_groups()
         self.begin()
 
@@ -166,7 +161,7 @@ class Reducer:
         """Whether all reductions of this backward were waited for."""
         self._hooked: list[tuple[int, nn.Parameter]] = []
         # a rank that left a unit out may not know what was accumulated: ranks that go different ways ask about every bucket
-        self._trained = [bucket.begin() or self.meeting is not None for bucket in self.buckets]
+        self._trained = [bucket.begin() or self._uneven_paths for bucket in self.buckets]
         """For each bucket, whether it is reduced. One that is frozen now may be thawed before its unit is done."""
         self.order.arrivals.clear()
         if self.order.trained != tuple(self._trained):
@@ -232,10 +227,10 @@ class Reducer:
         if launched:
             self._launch(launched)
 
-    def flush(self, index: int) -> None:
+    def flush(self, index: int, exchange: Exchange) -> None:
         """At the end, in the agreed order: launch gradients that were not launched, if any rank has them."""
         if index == self.order.units[0]:
-            self._exchange_used()
+            self._exchange_used(exchange)
         for number in self.of_unit[index]:
             self._on(number, BucketEvent.FLUSH_GRADS)
         self.advance()
@@ -374,8 +369,8 @@ class Reducer:
         for bucket in buckets:
             self._queue.on(bucket.number, BucketEvent.LANDED)
 
-    def _exchange_used(self) -> None:
-        """Exchange between the ranks which gradients they have, before the rest is launched."""
+    def _exchange_used(self, exchange: Exchange) -> None:
+        """Before the rest is launched: exchange which gradients the ranks have."""
         numbers = range(len(self.buckets))
         self._drop_ignored(self.buckets)
         if self.policy.find_unused_parameters:
@@ -383,10 +378,7 @@ class Reducer:
                 self._on(number, BucketEvent.LAUNCH_ANYWAY)
             self.advance()
         launched = [BucketAction.COUNT_REMAINDER in self._queue.on(n, BucketEvent.TAKE_STOCK) for n in numbers]
-        if self.meeting is None:
-            self.used_params.exchange(launched)
-        elif not self.meeting(partial(self.used_params.combine, launched=launched)):
-            self.used_params.take_combined(launched)
+        exchange(self.used_params, launched)
         if self.policy.find_unused_parameters:
             for bucket, trained, has in zip(self.buckets, self._trained, self.used_params.has_remainder, strict=True):
                 if has and not trained:

@@ -222,6 +222,9 @@ class BackwardHooks(RefuseCopy):
 
     # uses outside the unit's forward --------------------------------------------------------
 
+    def before_copy(self, flat: FlatBuffer, dtype: torch.dtype) -> None:
+        self._engine.path.before_copy(flat, dtype)
+
     def on_used_outside(self) -> None:
         self._engine.reducer.used_outside(self._index)
 

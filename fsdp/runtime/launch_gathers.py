@@ -59,9 +59,8 @@ class Gathers:
         units = [self._units[index] for index in group if len(group) == 1 or self._sizes[index]]
         if len(units) > 1:
             with self._streams.gathering():
-                own = [chunk for unit in units for chunk in unit.prepare_all_gather()]
                 flats = [flat for unit in units for flat in unit.gathered_flats]
-                works = (units[0].gather_together(flats, own), *self._streams.gathered())
+                works = (units[0].gather_together(flats), *self._streams.gathered())
             for unit in units:
                 unit.add_works(works)
         else:

@@ -83,7 +83,7 @@ class Passes:
                 Action.JOIN_BACKWARD: self.begin_backward,
                 # where ranks go different ways, gradients of a unit may come later on another one, or not at all
                 Action.REDUCE_GRADS: reducer.reduce if path.same_for_all else lambda index: None,
-                Action.FLUSH_GRADS: reducer.flush,
+                Action.FLUSH_GRADS: partial(reducer.flush, exchange=path.exchange_used),
                 Action.COMMIT: self.commit,
                 Action.ACCUMULATE_UNSHARDED: reducer.accumulate_unsharded,
                 Action.WAIT_REDUCTIONS: reducer.drain,

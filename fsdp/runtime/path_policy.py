@@ -2,6 +2,11 @@
 
 from typing import Any
 
+import torch
+
+from fsdp.params.flat_buffer import FlatBuffer
+from fsdp.reduction.reducer import Exchange
+from fsdp.reduction.used_params import UsedParams
 from fsdp.runtime.prefetch import PrefetchSchedule
 
 
@@ -10,6 +15,9 @@ class PathPolicy:
 
     same_for_all = True
     """Whether all ranks call the same units in the same order, so that they end each pass together."""
+
+    exchange_used: Exchange = staticmethod(UsedParams.exchange)
+    """Called at the end of a backward that reduces."""
 
     def __init__(self, forward: PrefetchSchedule, backward: PrefetchSchedule) -> None:
         self.forward = forward
@@ -30,6 +38,9 @@ class PathPolicy:
 
     def agree_on_gather(self, index: int) -> None:
         """A unit is about to be gathered: first take part in what comes before it in the order of all ranks."""
+
+    def before_copy(self, flat: FlatBuffer, dtype: torch.dtype) -> None:
+        """A copy of a flat buffer is about to be gathered in a dtype: the same for it."""
 
     def forward_ends(self, index: int, makes_graph: bool) -> None:
         """A forward of the root has returned. `index`: the unit of the last event."""

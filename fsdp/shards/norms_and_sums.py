@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fsdp.comm.communicator import Communicator
+from fsdp.comm.exchanges import gather_rows
 from fsdp.errors import ShardingError
 from fsdp.shards.info import ShardInfo
 
@@ -48,13 +49,10 @@ def gather_and_combine(reductions: Sequence[Reduction], infos: Sequence[ShardInf
 def _gather(reductions: Sequence[Reduction], comm: Communicator, label: str) -> Iterator[Tensor]:
     """The contributions of all ranks to each reduction: (W, k)."""
     sizes = [-(-one.part.nbytes // 8) * 8 for one in reductions]  # so that each part begins where its dtype may lie
-    everything = torch.zeros(comm.size, sum(sizes), dtype=torch.uint8, device=reductions[0].part.device)
-    places = torch.split_with_sizes(everything, sizes, dim=1)
-    for one, place in zip(reductions, places, strict=True):
-        mine = one.part.resolve_conj().resolve_neg().contiguous().view(torch.uint8).view(-1)
-        place[comm.rank, : mine.numel()] = mine
-    comm.all_gather(everything.view(-1), label).wait()
-    for one, place in zip(reductions, places, strict=True):
+    mine = torch.zeros(sum(sizes), dtype=torch.uint8, device=reductions[0].part.device)
+    for one, place in zip(reductions, mine.split_with_sizes(sizes), strict=True):
+        place[: one.part.nbytes] = one.part.resolve_conj().resolve_neg().contiguous().view(torch.uint8).view(-1)
+    for one, place in zip(reductions, gather_rows(comm, mine, label).split_with_sizes(sizes, dim=1), strict=True):
         yield place[:, : one.part.nbytes].contiguous().view(one.part.dtype)
 
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp.autograd.dynamo import uncompiled
 from fsdp.autograd.frames import in_backward
+from fsdp.comm.exchanges import gather_rows
 from fsdp.errors import ShardingError
 from fsdp.shards.dtensors import here_of
 from fsdp.shards.info import ShardInfo
@@ -289,10 +290,10 @@ def gather_full(tensor: ShardTensor) -> Tensor:
     Traffic: this rank receives W - 1 times the elements of the rank that holds the most.
     """
     info, numels = tensor.shard_info, tensor.shard_info.cut.numels()
-    everything = torch.empty(info.comm.size, max(numels), dtype=tensor.dtype, device=tensor.device)
-    everything[info.comm.rank, : numels[info.comm.rank]] = plain(tensor).reshape(-1)
-    info.comm.all_gather(everything.view(-1), f"full value of {info.name}").wait()
-    return torch.cat([part[:numel] for part, numel in zip(everything, numels, strict=True)]).view(info.shape)
+    mine = torch.empty(max(numels), dtype=tensor.dtype, device=tensor.device)
+    mine[: numels[info.comm.rank]] = plain(tensor).reshape(-1)
+    parts = gather_rows(info.comm, mine, f"full value of {info.name}")
+    return torch.cat([part[:numel] for part, numel in zip(parts, numels, strict=True)]).view(info.shape)
 
 
 def _as_full(shard: ShardTensor) -> Tensor:

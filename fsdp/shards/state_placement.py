@@ -91,10 +91,6 @@ def everywhere(shape: Shape, dtype: torch.dtype) -> StatePlacement:
     return StatePlacement(shape, dtype, Cut(shape, 1, 0, None, None))
 
 
-def _place_everywhere(where: str, shapes: Mapping[int, Shape], dtype: torch.dtype) -> StatePlacement:
-    return everywhere(next(iter(shapes.values())), dtype)
-
-
 def place_local(where: str, cut: Cut, shapes: Mapping[int, Shape], dtype: torch.dtype) -> StatePlacement:
     """Infer a placement from the shape that each rank has. The parameter is cut by `cut`.
 
@@ -188,7 +184,7 @@ def placed(operation: str, by_rank: Sequence[State], place: Mapping[Any, Place],
         first = next(iter(there.values()))
         if has_dimensions(first):
             shapes = {rank: tuple(one.shape) for rank, one in there.items() if has_dimensions(one)}
-            one = place.get(number, _place_everywhere)(where, shapes, first.dtype)
+            one = place[number](where, shapes, first.dtype) if number in place else everywhere(tuple(first.shape), first.dtype)
         elif any(value != first for value in there.values()):
             raise ShardingError(f"{where} differs between ranks: {there}; step every rank alike.")
         else:

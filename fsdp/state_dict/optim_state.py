@@ -202,7 +202,10 @@ class OptimizerView:
                 if isinstance(group[key], Tensor) and isinstance(mine[key], Tensor):
                     group[key] = group[key].to(mine[key].device)
         with torch.inference_mode(False), torch.no_grad():  # steps change the state, also what was read in inference mode
-            own = [{key: _for_training(value) for key, value in kept.items()} for kept in (*state.values(), *groups)]
+            own = [
+                {key: one.clone() if isinstance(one, Tensor) and one.is_inference() else one for key, one in kept.items()}
+                for kept in (*state.values(), *groups)
+            ]
             numbered = self.numbered(dict(zip(state, own, strict=False)), own[len(state) :])
             own_method(self.optimizer, "load_state_dict")(numbered)
             adopt_state(self.optimizer)
@@ -210,10 +213,6 @@ class OptimizerView:
     def holds(self, name: str) -> bool:
         """Whether this rank has state of the parameter `name`."""
         return name not in self.param_shards or self.param_shards[name].placement.keeps_state
-
-
-def _for_training(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from tools.code_size import (
     arrows,
     code_lines,
     conditions,
+    conditions_on_kinds,
     files_of,
     is_core,
     lowered,
@@ -41,8 +42,7 @@ def test_docstrings_comments_and_blank_lines_are_no_code() -> None:
 def test_the_longest_file_and_function_are_found(tmp_path: Path) -> None:
     for name, source in (("a.py", SOURCE), ("b.py", "x = 1\n")):
         (tmp_path / name).write_text(source)
-    wanted = Size(2, 11, 5, 1, (10, "a.py"), (4, "a.py: f"))
-    assert size_of(tmp_path, [Path("a.py"), Path("b.py")]) == wanted
+    assert size_of(tmp_path, [Path("a.py"), Path("b.py")]) == Size(2, 11, 5, 1, (10, "a.py"), (4, "a.py: f"))
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,7 @@ def test_every_kind_of_condition_counts_once() -> None:
         "if a:\n    x = 1 if b else 2\nelif c and d:\n    y = [e for e in f if g if h]\nwhile i:\n    pass\nelse:\n    pass\n"
     )
     assert conditions(source) == 6
+    assert conditions_on_kinds("a = x.copies\nif x.copies or not y.is_meta:\n    b = a\nd = [e for e in f if e.copies]") == 3
 
 
 def test_arrows_join_rooms_and_files_that_are_in_no_room_are_one(tmp_path: Path) -> None:
@@ -85,8 +86,7 @@ def test_arrows_join_rooms_and_files_that_are_in_no_room_are_one(tmp_path: Path)
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(source)
-    assert rooms(tmp_path) == {"fsdp", "a", "b"}
-    assert arrows(tmp_path) == {("a", "fsdp"), ("a", "b"), ("b", "a")}
+    assert (rooms(tmp_path), arrows(tmp_path)) == ({"fsdp", "a", "b"}, {("a", "fsdp"), ("a", "b"), ("b", "a")})
 
 
 def test_a_number_above_the_table_is_named_and_one_below_it_is_written() -> None:

@@ -6,7 +6,6 @@ from enum import StrEnum
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp.comm.communicator import Communicator
@@ -83,11 +82,3 @@ def all_reduce_max(tensor: Any, group: Any) -> None:
 def comm_of(group: Any) -> Communicator:
     """A communicator of the engine over the ranks of `group`."""
     return open_comms(shared_group(group), None, MeshKind.SHARD).shard_comm
-
-
-def gather_chunks(comm: Communicator, chunk: Tensor, label: str) -> Tensor:
-    """The chunks of all ranks, one after the other. Communicates."""
-    full = chunk.new_empty(comm.size * chunk.numel())
-    full.narrow(0, comm.rank * chunk.numel(), chunk.numel()).copy_(chunk.reshape(-1))
-    comm.all_gather(full, label).wait()
-    return full

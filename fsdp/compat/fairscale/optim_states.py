@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp.comm.exchanges import gather_rows
 from fsdp.compat.fairscale.flat_params import Flat, chunk_and_pad, views_of
-from fsdp.compat.fairscale.groups import gather_chunks
 from fsdp.compat.fairscale.sharding import get_fsdp_instances
 
 EXTRA = ("param_id_map", "uncollected_local_ids")
@@ -88,7 +88,7 @@ def _gathered(instance: Any, flat: Flat, parameter: nn.Parameter, value: Any) ->
     if is_singleton_tensor(value) or value.numel() != parameter.numel():
         return [value.item() if is_singleton_tensor(value) else value.cpu().clone()] * len(flat.shapes)
     comm = instance._unit_ref.unit.comm
-    host = gather_chunks(comm, value, "full value of optimizer state").cpu()
+    host = gather_rows(comm, value.reshape(-1), "full value of optimizer state").view(-1).cpu()
     return (
         [view.clone() for view in views_of(host, flat.shapes)]
         if instance.rank == 0 or comm.size == 1

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp.comm.exchanges import gather_rows
 from fsdp.compat.fairscale.flat_params import Flat, chunk_and_pad, joined, views_of
-from fsdp.compat.fairscale.groups import can_communicate, comm_of, gather_chunks, global_rank
+from fsdp.compat.fairscale.groups import can_communicate, comm_of, global_rank
 from fsdp.compat.fairscale.sharding import cast_buffers, get_fsdp_instances, shard
 from fsdp.compat.shared.instances import WRAPPED_NAME, rename
 from fsdp.device.storage import storage_key
@@ -200,7 +201,7 @@ def shard_late(instance: Any) -> None:
         if one.is_lazily_sharded and can_communicate(one.process_group):
             for parameter in one.params if one.world_size > 1 else ():
                 comm = comm_of(one.process_group)
-                parameter.data = gather_chunks(comm, parameter.detach(), "shards made without a group")
+                parameter.data = gather_rows(comm, parameter.detach().reshape(-1), "shards made without a group").view(-1)
             one.is_lazily_sharded = False
             shard(one)
 

@@ -113,12 +113,12 @@ def _gather_grads(flat: FlatBuffer, ref: UnitRef) -> Grads:
     anywhere = [any(flags) for flags in zip(*comm.gather_objects(here, "summon_full_params"), strict=True)]
     if not any(anywhere):
         return {}
-    full = torch.zeros(flat.layout.numel, dtype=flat.shard.dtype, device=flat.device)
-    mine = flat.local_chunk(full)
+    mine = torch.zeros(flat.layout.shard_numel, dtype=flat.shard.dtype, device=flat.device)
     for number in flat.local_params:
         if (gradient := flat.sharded_params[number].grad) is not None:
             flat.shard_view(number, mine).copy_(gradient)
-    comm.all_gather(full, "full value of gradients").wait()
+    full, work = flat.launch_copy(mine.dtype, "full value of gradients", mine)
+    work.wait()
     found = zip(flat.sharded_params, flat.placements, anywhere, strict=True)
     return {id(parameter): placement.full_in(full) for parameter, placement, is_there in found if is_there}
 

@@ -15,12 +15,13 @@ from torch import nn
 from fsdp.errors import ShardingError, name_ranks
 from fsdp.params.flat_buffer import FlatBuffer
 from fsdp.params.gathered_copies import backward_without_a_loss
+from fsdp.reduction.used_params import UsedParams
 from fsdp.runtime.engine import Engine
 from fsdp.runtime.path_policy import PathPolicy
 from fsdp.runtime.prefetch import PrefetchSchedule
 from fsdp.runtime.registry import collective_call, engines_in, refuse_unless_resting
 from fsdp.runtime.uneven.data_left import Operation, exchange_data_left
-from fsdp.runtime.uneven.gather_order import Combine, GatherOrder
+from fsdp.runtime.uneven.gather_order import GatherOrder
 from fsdp.runtime.uneven.join_base import Joined
 from state_machine import Event
 from state_machine.paths import Phase, Place, Places
@@ -40,9 +41,6 @@ class CommonPath(PathPolicy):
         """The phase of the forward of the root that runs, or ran last."""
         self.has_met = False
         """Whether the ranks have met before the backward that runs, which is that of a rank that has no data left."""
-        engine.reducer.meeting = self._meet_at_end_of_backward
-        for unit in engine.units:
-            unit.before_copy = self._before_copy
 
     @property
     def phase(self) -> Phase:
@@ -94,11 +92,24 @@ class CommonPath(PathPolicy):
     def agree_on_gather(self, index: int) -> None:
         self._order.before_gather(index, self.phase)
 
+    def before_copy(self, flat: FlatBuffer, dtype: torch.dtype) -> None:
+        if self._engine.root.at_rest:
+            self._engine.streams.pass_begins()
+            self._order.note_changes()
+        self._order.before_copy(flat, dtype, self.phase)
+
     def forward_ends(self, index: int, makes_graph: bool) -> None:
         with self._failing(index):
             if makes_graph and self._forward_phase is Phase.FORWARD:
                 self._order.forward_ends()
             self._order.drain()
+
+    def exchange_used(self, used_params: UsedParams, launched: Sequence[bool]) -> None:
+        if self.has_met:
+            used_params.take_combined(launched)
+            return
+        places = self._order.finish(Place.END_OF_BACKWARD, partial(used_params.combine, launched=launched))
+        self._exchange_data_left(places, has_data=True)
 
     def backward_ends(self, succeeds: bool) -> None:
         if not succeeds:
@@ -120,18 +131,6 @@ class CommonPath(PathPolicy):
         except BaseException as failure:
             self._engine.fail(failure, index)
             raise
-
-    def _before_copy(self, flat: FlatBuffer, dtype: torch.dtype) -> None:
-        if self._engine.root.at_rest:
-            self._engine.streams.pass_begins()
-            self._order.note_changes()
-        self._order.before_copy(flat, dtype, self.phase)
-
-    def _meet_at_end_of_backward(self, combine: Combine) -> bool:
-        if self.has_met:
-            return False
-        self._exchange_data_left(self._order.finish(Place.END_OF_BACKWARD, combine), has_data=True)
-        return True
 
     def _exchange_data_left(self, places: Places, has_data: bool) -> None:
         """Where some ranks have no data left, and others end a backward or step: exchange which ones."""

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp.comm.communicator import as_bytes
 from fsdp.comm.context import CommContext
 from fsdp.comm.work import Work
 from fsdp.device.storage import MemoryTracker, size_of
@@ -187,8 +186,7 @@ class GatherOrder:
         unit.check_shards()
         with self._streams.gathering():
             for flat in flats:
-                full = torch.empty(flat.layout.numel, dtype=dtype or flat.unsharded.dtype, device=flat.device)
-                flat.local_chunk(full).copy_(flat.shard)
+                full, work = flat.launch_copy(dtype or flat.unsharded.dtype, label)
                 self._received.append(full)
                 self._tracker.add("scratch", size_of(full))
-                self._works.append(flat.comm.all_gather(as_bytes(full), label, as_bytes(flat.local_chunk(full))))
+                self._works.append(work)
