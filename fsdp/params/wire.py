@@ -178,16 +178,14 @@ class JointGather:
         self,
         comm: Communicator,
         places: list[Tensor],
-        own: Sequence[Tensor],
+        own: list[Tensor],
         label: str,
         tracker: MemoryTracker,
         memories: Sequence[ResizableStorage],
     ) -> None:
         """`places`: the bytes (W, c) that each part of chunks fills. `own`: this rank's chunk as bytes, in one or more tensors.
 
-        `memories`: those of the places. They are allocated just before they are needed.
-
-        Memory: the bytes of all of them once more, until they are copied out.
+        `memories`: those of the places, allocated when they are filled. The bytes of all chunks are there once more until then.
         """
         self._places = places
         self._tracker = tracker
@@ -195,10 +193,7 @@ class JointGather:
         self._sizes = [place.shape[1] for place in places]
         self._joint = places[0].new_empty(comm.size, sum(self._sizes))
         mine = self._joint[comm.rank]
-        if len(own) == 1:
-            mine.copy_(own[0])
-        else:
-            torch.cat([*own], out=mine)
+        torch.cat(own, out=mine)
         self._work: Work | None = comm.all_gather(self._joint.view(-1), label, mine)
         tracker.add("scratch", self._joint.numel())
 

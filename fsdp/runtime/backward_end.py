@@ -57,14 +57,19 @@ class FinalCallback:
         return self._root.number == self._number
 
 
-def kind_of_backward(synchronises: bool, may_be_split: bool) -> BackwardEvent:
+def kind_of_backward(synchronises: bool | None, may_be_split: bool) -> BackwardEvent:
     """Return the event with which the backward that runs begins. `synchronises`: whether it is not under `no_sync`.
 
     `may_be_split`: whether somebody takes the gradients of weights that are computed later.
 
     Raises:
-        ShardingError: it is the first half of a backward that a pipeline schedule has split.
+        ShardingError: it is the first half of a backward that a pipeline schedule has split; or units differ in `synchronises`.
     """
+    if synchronises is None:
+        raise ShardingError(
+            "the units of a root reduce their gradients together or not at all, and only some of this one's are told to do so; "
+            "call set_requires_gradient_sync, or set_requires_all_reduce, on all of them or on the outermost module."
+        )
     caller = backward_caller()
     only_grad = caller is GRAD
     if only_grad and not may_be_split and in_split_backward():

@@ -71,8 +71,8 @@ class Engine:
         self.visits = [Visit(self.visited) for _ in units]
         """What a backward does in each unit."""
         self.pending_backward = PendingBackward(comms, streams.on_host, self.visits)
-        self.synchronises = True
-        """Whether a backward that begins now reduces its gradients. False under `no_sync`."""
+        self.synchronises: bool | None = True
+        """Whether a backward that begins now reduces its gradients. False under `no_sync`; None: it is refused."""
         self.splits_backward = False
         """Whether a pipeline stage computes gradients of inputs and of weights apart. Unsharded parameters have the latter."""
         self.in_pipeline_step = False

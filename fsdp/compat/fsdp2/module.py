@@ -22,6 +22,7 @@ from fsdp.compat.shared.instances import divide_by
 from fsdp.compat.shared.newer_peers import refused_names
 from fsdp.device.streams import call_on
 from fsdp.errors import ShardingError
+from fsdp.runtime.engine import Engine
 from fsdp.runtime.registry import UnitRef, refuse_unless_resting, unit_ref_of
 from state_machine import ReshardPolicy
 
@@ -127,35 +128,20 @@ class FSDPModule:
     # gradients ----------------------------------------------------------------------------
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """From now on, reduce gradients at the end of a backward, or keep them on this rank. Call it on the root.
+        """From now on, reduce gradients at the end of a backward, or keep them on this rank.
 
-        Raises:
-            ShardingError: this is not the root, or `recurse` is False and there are inner units.
+        A backward is refused while only some units of the root are to reduce theirs.
         """
         reduces = bool(requires_gradient_sync)
-        self._set_sync(recurse, "set_requires_gradient_sync", reduces, reduces)
+        for ref in _refs(self, recurse):
+            settings_of(ref.unit.module).reduces = reduces
+        _set_sync(_ref(self).engine)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """With replicas: from now on, sum gradients over the replicas, or keep them on this rank. Call it on the root.
-
-        Raises:
-            ShardingError: this is not the root, or `recurse` is False and there are inner units.
-        """
-        self._set_sync(recurse, "set_requires_all_reduce", bool(requires_all_reduce))
-
-    def _set_sync(self, recurse: bool, method: str, all_reduces: bool, reduces: bool | None = None) -> None:
-        """Set whether gradients are summed over replicas, and if it is given, whether they are reduced."""
-        ref = _ref(self)
-        if ref.index or (not recurse and len(ref.engine.units) > 1):
-            raise ShardingError(
-                f"{method}: the units of a root reduce their gradients together or not at all; call it on the outermost module, "
-                "with recurse=True."
-            )
-        settings = settings_of(ref.unit.module)
-        settings.all_reduces = all_reduces
-        settings.reduces = settings.reduces if reduces is None else reduces
-        has_replicas = ref.engine.comms.replica_comm.size > 1
-        set_requires_gradient_sync(ref.unit.module, settings.reduces and (settings.all_reduces or not has_replicas))
+        """With replicas: from now on, sum gradients over the replicas, or keep them on this rank. See above."""
+        for ref in _refs(self, recurse):
+            settings_of(ref.unit.module).all_reduces = bool(requires_all_reduce)
+        _set_sync(_ref(self).engine)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Do nothing: a backward reduces its gradients, and `finalize_backward` those that were kept. Call it on the root.
@@ -296,6 +282,15 @@ def _refs(module: Any, recurse: bool) -> Iterator[UnitRef]:
     for one in module.modules() if recurse else (module,):
         if isinstance(one, FSDPModule):
             yield _ref(one)
+
+
+def _set_sync(engine: Engine) -> None:
+    """Set whether the root reduces its gradients, as the settings of its units say."""
+    all_reduces = engine.comms.replica_comm.size == 1
+    wanted = {one.reduces and (one.all_reduces or all_reduces) for one in [settings_of(unit.module) for unit in engine.units]}
+    set_requires_gradient_sync(engine.units[0].module, all(wanted))
+    if len(wanted) > 1 and not engine.synchronises:
+        engine.synchronises = None
 
 
 def refuse_unwrapped(modules: Iterable[Any]) -> list[nn.Module]:

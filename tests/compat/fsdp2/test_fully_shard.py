@@ -55,12 +55,12 @@ def tokens_of(step: int, rank: int) -> Tensor:
     return torch.randint(0, 7, (3, 5), generator=torch.Generator().manual_seed(2 * step + rank))
 
 
-def sharded() -> Any:
+def sharded(**options: Any) -> Any:
     model: Any = net()
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard([model.embed, model.head])
-    return fully_shard(model)
+        fully_shard(block, **options)
+    fully_shard([model.embed, model.head], **options)
+    return fully_shard(model, **options)
 
 
 def train(model: Any, ranks: list[int], before: Callable[[Any, int], object] = lambda model, step: None) -> list[Tensor]:
@@ -224,18 +224,17 @@ def test_data_that_is_assigned_to_a_dtensor_is_refused_once_and_changes_nothing(
     assert model.loss(tokens_of(0, rank)).item() != wanted
 
 
-WAITS: dict[str, Callable[[], Any]] = {
-    "set_requires_gradient_sync": sharded,
-    "set_requires_all_reduce": lambda: fully_shard(net(), mesh=init_device_mesh("cpu", (2, 1))),
-}
-
-
-@pytest.mark.parametrize("switch", WAITS)
+@pytest.mark.parametrize(("switch", "mesh"), [("set_requires_gradient_sync", (2,)), ("set_requires_all_reduce", (2, 1))])
 @on_ranks(2)
-def test_a_reduction_can_wait_for_the_next_backward(rank: int, switch: str) -> None:
-    plain, model = net(), WAITS[switch]()
+def test_a_reduction_can_wait_for_the_next_backward(rank: int, switch: str, mesh: tuple[int, ...]) -> None:
+    plain, model = net(), sharded(mesh=init_device_mesh("cpu", mesh))
     for step in (0, 1):
-        getattr(model, switch)(step == 1)
+        root, *others = [one for one in model.modules() if isinstance(one, FSDPModule)]
+        for one in others:  # each by itself, as Lightning does it
+            getattr(one, switch)(step == 1, recurse=False)
+        with pytest.raises(fsdp.ShardingError, match="together or not at all"):
+            model.loss(tokens_of(step, rank)).backward()
+        getattr(root, switch)(step == 1, recurse=False)
         model.loss(tokens_of(step, rank)).backward()
     torch.stack([plain.loss(tokens_of(step, one)) for step in (0, 1) for one in (0, 1)]).sum().div(2).backward()
     found = [fsdp.full_tensor(p.grad) for p in model.parameters()]
@@ -415,8 +414,6 @@ REFUSALS: dict[str, Callable[[Any], object]] = {
     "CPUOffloadPolicy with 'weight' on the meta device: give the module memory and values on the cuda": lambda model: fully_shard(
         nn.Linear(2, 2, device="meta"), mesh=SimpleNamespace(ndim=1, device_type="cuda"), offload_policy=api.CPUOffloadPolicy()
     ),
-    "set_requires_gradient_sync: the units of a root": lambda model: model.blocks[0].set_requires_gradient_sync(False),
-    "set_requires_all_reduce: the units of a root": lambda model: model.set_requires_all_reduce(False, recurse=False),
     "set_gradient_divide_factor: a factor must be a pos": lambda model: model.blocks[0].set_gradient_divide_factor(0),
     "set_custom_all_gather: communication is": lambda model: model.set_custom_all_gather(None),
     "set_custom_reduce_scatter: communication is": lambda model: model.set_custom_reduce_scatter(None),
