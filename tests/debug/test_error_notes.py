@@ -154,8 +154,7 @@ def test_in_a_recompute() -> None:
         assert caught.value is error and is_at_rest(model)
         return note_of(error)
 
-    note = fsdp.simulate(1, one_rank)[0]
-    assert note == f"{MARK} 'blocks.1', BACKWARD_PRE, parameters UNSHARDED, on rank 0 of 1"
+    assert fsdp.simulate(1, one_rank) == [f"{MARK} 'blocks.1', BACKWARD_PRE, parameters UNSHARDED, on rank 0 of 1"]
 
 
 def test_out_of_memory_in_a_gather_has_the_story(monkeypatch: pytest.MonkeyPatch) -> None:

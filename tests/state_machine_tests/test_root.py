@@ -175,8 +175,7 @@ def test_a_synchronising_backward_ends_in_the_agreed_order_and_every_commit_come
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_a_backward_that_reduces_nothing_commits_nothing(kind: B) -> None:
     root = begun(0, kind)
-    told = closed(root, B.CALLBACK_RUNS)
-    assert told == (
+    assert closed(root, B.CALLBACK_RUNS) == (
         Instruction(2, Action.RESHARD),
         Instruction(0, Action.RESHARD),
         Instruction(1, Action.RESHARD),
@@ -190,8 +189,7 @@ def test_a_backward_that_reduces_nothing_commits_nothing(kind: B) -> None:
 def test_a_failed_backward_commits_nothing_and_reaches_every_unit(kind: B, fails: B) -> None:
     root = begun(0, kind)
     root.on_event(0, root.post_backward_event())
-    told = closed(root, fails)
-    assert told == tuple(
+    assert closed(root, fails) == tuple(
         Instruction(unit, action) for unit in ORDER for action in (Action.WAIT_REDUCTIONS, Action.RESHARD, Action.DROP_GRADS)
     )
     assert root.at_rest

@@ -142,11 +142,14 @@ def chunk_of_both(full: Tensor, mesh: DeviceMesh, styles: DeviceMesh, parameter:
 
 
 def full_value(value: Any, group: Any) -> Any:
-    """The full tensor of a ShardedTensor or DTensor; any other value as it is. Communicates for these two."""
+    """The full tensor of a ShardedTensor or DTensor, which communicates; any other value as it is.
+
+    Lightning's `load` gives objects that read a tensor from a file when torch uses it. They are read.
+    """
     if isinstance(value, DTensor):
         return value.full_tensor()
     if not isinstance(value, ShardedTensor):
-        return value
+        return torch.clone(value) if hasattr(value, "__torch_function__") and not isinstance(value, Tensor) else value
     metadata = value.metadata()  # what the tensor itself is asked for, torch answers with a warning of its format
     full = torch.zeros(tuple(metadata.size), dtype=metadata.tensor_properties.dtype)
     parts: list[Any] = [None] * group.size()

@@ -4,6 +4,7 @@ import copy
 import inspect
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,7 +173,14 @@ def test_a_module_in_two_places_has_its_values_under_both_names(rank: int) -> No
     model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=torch.device("cpu"))
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         torch.testing.assert_close(model.state_dict(), plain.state_dict())
-        model.load_state_dict(plain.state_dict())
+        model.load_state_dict({name: Unread(value=value + 1) for name, value in plain.state_dict().items()})
+        torch.testing.assert_close(model.state_dict(), {name: value + 1 for name, value in plain.state_dict().items()})
+
+
+class Unread(SimpleNamespace):
+    """A tensor that is read from a file when torch uses it, as Lightning's checkpoints have them."""
+
+    __torch_function__ = classmethod(lambda cls, func, types, args, kwargs=None: func(*(one.value for one in args)))
 
 
 @on_ranks(2)

@@ -421,9 +421,7 @@ REFUSALS: dict[str, Callable[[Any], object]] = {
     "stream cannot be set when there are replicas": lambda model: _hook_on_a_stream_with_replicas(),
     "set_all_reduce_hook takes a function of a tensor, not 3": lambda model: model.set_all_reduce_hook(3),
     "set_symm_mem_for_comm: buffers are": lambda model: model.set_symm_mem_for_comm(),
-    "set_allocate_memory_from_process_group_for_comm: buffers are": lambda model: (
-        model.set_allocate_memory_from_process_group_for_comm(True)
-    ),
+    "_from_process_group_for_comm: buffers are": lambda model: model.set_allocate_memory_from_process_group_for_comm(True),
     "max_input_buffers must be 1 or more": lambda model: model.set_reduce_scatter_max_input_buffers(0),
     "expected modules that fully_shard has wrapped": lambda model: model.set_modules_to_forward_prefetch([nn.Linear(2, 2)]),
     "is no unit of the same root": lambda model: model.set_modules_to_forward_prefetch([fully_shard(nn.Linear(2, 2))]),
