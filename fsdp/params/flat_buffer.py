@@ -198,9 +198,7 @@ class FlatBuffer:
         return torch.cat([segment[self.rank] for segment in self.wire.segments_of(flat)])
 
     def launch_copy(self, dtype: torch.dtype, label: str, chunk: Tensor | None = None) -> tuple[Tensor, Work]:
-        """Launch the gather of a full copy (W * C,) in the order of the wire, in `dtype` and in memory of its own.
-
-        `chunk`: what this rank has of it, (C,). None: the shard.
+        """Launch the gather of a full copy (W * C,) of the shard, or of another `chunk` (C,), in `dtype` and the wire's order.
 
         Traffic: this rank receives (W - 1) * C elements
         """

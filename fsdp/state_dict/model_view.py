@@ -18,7 +18,20 @@ from fsdp.state_dict.fqns import entries, extra_states, first_names
 from fsdp.state_dict.param_shard import param_shards_in
 
 GIVES_SHARDS: Final = "_fsdp_gives_shards"
-"""The attribute of modules whose `state_dict()` has a format of its own. While it is True, they give sharded values."""
+"""The attribute of modules whose `state_dict()` has a format of its own, see `giving_shards`."""
+
+
+@contextmanager
+def giving_shards(model: nn.Module) -> Iterator[None]:
+    """While it runs, `state_dict()` of these modules gives sharded values, and communicates nothing."""
+    others = [module for module in model.modules() if hasattr(type(module), GIVES_SHARDS)]
+    for module in others:
+        setattr(module, GIVES_SHARDS, True)
+    try:
+        yield
+    finally:
+        for module in others:
+            setattr(module, GIVES_SHARDS, False)
 
 
 class ModelView:
@@ -47,20 +60,9 @@ class ModelView:
 
         By fairscale's names it holds full tensors, and communicates.
         """
-        with self._giving_shards():
+        with giving_shards(self.model):
             state: dict[str, Any] = self.model.state_dict()
             return state
-
-    @contextmanager
-    def _giving_shards(self) -> Iterator[None]:
-        others = [module for module in self.model.modules() if hasattr(type(module), GIVES_SHARDS)]
-        try:
-            for module in others:
-                setattr(module, GIVES_SHARDS, True)
-            yield
-        finally:
-            for module in others:
-                setattr(module, GIVES_SHARDS, False)
 
     def set_state(self, values: Mapping[str, Any], shown: Mapping[str, Any], strict: bool) -> None:
         """Take over `values`: those of `state_dict()`, which was `shown`, with other content, and extra state of modules.
@@ -75,7 +77,7 @@ class ModelView:
         if any(name not in extra and not _is_memory_of(own.get(name), value) for name, value in values.items()):
             given = OrderedDict(values)
             given._metadata = getattr(shown, "_metadata", {})  # type: ignore[attr-defined]
-            with self._giving_shards():
+            with giving_shards(self.model):
                 found = self.model.load_state_dict(given, strict=False)
             if strict and found.unexpected_keys:
                 raise StateMismatch(

@@ -6,6 +6,7 @@ Rule: PATCHES is all that is changed in Accelerate and peft. Whatever else the F
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
 from importlib import import_module
 from types import ModuleType
@@ -19,6 +20,7 @@ from fsdp.compat.doors import Replacement
 from fsdp.compat.fsdp1.sharding import instances_in
 from fsdp.errors import ShardingError
 from fsdp.state_dict.fqns import plain_fqn
+from fsdp.state_dict.model_view import giving_shards
 
 try:
     from accelerate.state import PartialState
@@ -144,8 +146,11 @@ def _find_adapters(theirs: Method) -> Method:
             # it looks at names and shapes; the state dict itself would be gathered
             shown["state_dict"] = lambda: dict(shown["named_parameters"]())
         model.__dict__.update(shown)
+        # rank 0 saves alone: it has the state dict, and asks modules that are saved whole for theirs, of which it needs the names
+        has_values = theirs.__name__ == "get_peft_model_state_dict" and (args or kwargs.get("state_dict") is not None)
         try:
-            return theirs(model, *args, **kwargs)
+            with giving_shards(model) if has_values else nullcontext():
+                return theirs(model, *args, **kwargs)
         finally:
             for name in shown:
                 del model.__dict__[name]

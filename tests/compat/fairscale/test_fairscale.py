@@ -437,8 +437,7 @@ def test_an_lstm_trains(rank: int) -> None:
 def test_a_predivide_factor_is_that_of_its_instance(rank: int) -> None:
     inner = FullyShardedDataParallel(nn.Linear(3, 3), gradient_predivide_factor=1.5)
     model = FullyShardedDataParallel(nn.Sequential(inner, FullyShardedDataParallel(nn.Linear(3, 3))))
-    factors = [one._unit_ref.unit.settings.divide_factors for one in get_fsdp_instances(model)]
-    assert factors == [None, (1.5, 2 / 1.5), None]
+    assert [one._unit_ref.unit.settings.divide_factors for one in get_fsdp_instances(model)] == [None, (1.5, 2 / 1.5), None]
     with pytest.raises(fsdp.ShardingError, match="gradient_predivide_factor: a factor must be a positive number, not -1"):
         FullyShardedDataParallel(nn.Linear(3, 3), gradient_predivide_factor=-1)
 

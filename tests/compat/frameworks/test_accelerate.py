@@ -17,6 +17,7 @@ import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import load_fsdp_model, save_fsdp_model
+from peft.utils.other import fsdp_auto_wrap_policy
 from tiny_llama import LAYER, Source, make_model
 from torch.utils.data import DataLoader, Subset
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -144,8 +145,8 @@ WRAPPED: dict[str, dict[str, Any]] = {
 }
 
 
-def with_adapters() -> Any:
-    return peft.get_peft_model(make_model(0), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+def with_adapters(**more: Any) -> Any:
+    return peft.get_peft_model(make_model(0), peft.LoraConfig(r=2, target_modules=".*[qv]_proj", init_lora_weights=False, **more))
 
 
 def adapted(kind: str, wrapped: str, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[str]]:
@@ -176,17 +177,17 @@ def test_adapters_alone_are_saved_and_loaded(kind: str, wrapped: str, tmp_path: 
 def test_adapters_that_peft_has_saved_are_those_that_were_trained(version: int, tmp_path: Path) -> None:
     def saved(rank: int) -> dict[str, torch.Tensor]:
         install(DOORS[version])
-        accelerator = Accelerator(fsdp_plugin=plugin_of(version))
-        model = with_adapters()
+        model = with_adapters(modules_to_save=["lm_head"])
+        accelerator = Accelerator(fsdp_plugin=plugin_of(version, auto_wrap_policy=fsdp_auto_wrap_policy(model)))  # as a Trainer
         model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
         state = accelerator.get_state_dict(model)
-        peft_model = accelerator.unwrap_model(model)
-        peft_model.save_pretrained(str(tmp_path), is_main_process=rank == 0, state_dict=state)
-        return {name: value for name, value in state.items() if ".lora_" in name}
+        if rank == 0:
+            accelerator.unwrap_model(model).save_pretrained(str(tmp_path), state_dict=state)
+        return {name: value for name, value in state.items() if ".lora_" in name or "modules_to_save" in name}
 
     state = run(2, saved)[0]
+    assert len(state) == 9
     loaded = peft.PeftModel.from_pretrained(make_model(0), str(tmp_path)).state_dict()
-    assert len(state) == 8
     torch.testing.assert_close({name: loaded[name] for name in state}, state, rtol=0, atol=0)
 
 
