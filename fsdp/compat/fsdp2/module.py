@@ -287,7 +287,8 @@ def _refs(module: Any, recurse: bool) -> Iterator[UnitRef]:
 def _set_sync(engine: Engine) -> None:
     """Set whether the root reduces its gradients, as the settings of its units say."""
     all_reduces = engine.comms.replica_comm.size == 1
-    wanted = {one.reduces and (one.all_reduces or all_reduces) for one in [settings_of(unit.module) for unit in engine.units]}
+    modules = [unit.module for unit in engine.units if isinstance(unit.module, FSDPModule)]
+    wanted = {one.reduces and (one.all_reduces or all_reduces) for one in map(settings_of, modules)}
     set_requires_gradient_sync(engine.units[0].module, all(wanted))
     if len(wanted) > 1 and not engine.synchronises:
         engine.synchronises = None
