@@ -41,7 +41,7 @@ _NO_VALUES: Final = {
 """Functions and attributes that do not ask for the value of a tensor: the shard answers."""
 _IN_PLACE: Final = {
     *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"),
-    *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
+    *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "data"),
 }
 _TARGETS: Final = ("out", "tensor", "input", "self")
 """The names of arguments that a function in place changes."""
@@ -153,7 +153,8 @@ class _FullValues(TorchFunctionMode):
         ):
             return func(*args, **kwargs)
         targets = tree_leaves((args[:1], [kwargs[key] for key in _TARGETS if key in kwargs]))
-        if (_changes_in_place(func, name) or "out" in kwargs) and any(one is target for one in found for target in targets):
+        in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or func.__name__ == "__set__"
+        if (in_place or "out" in kwargs) and any(one is target for one in found for target in targets):
             raise self._changed(found[0], name)
         args, kwargs = tree_map_only(nn.Parameter, self._shape if name in _SHAPES else self._value, (args, kwargs))
         return func(*args, **kwargs)
@@ -206,7 +207,3 @@ class _FullValues(TorchFunctionMode):
 
 def _version_of(value: Tensor) -> int:
     return 0 if value.is_inference() else value._version  # torch counts no changes of a tensor made in inference mode
-
-
-def _changes_in_place(func: Any, name: str) -> bool:
-    return name == "data" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or func.__name__ == "__set__"

@@ -197,18 +197,18 @@ class FlatBuffer:
         """This rank's chunk of an unsharded tensor in the order of the memory: (W * C,) -> (C,), a copy."""
         return torch.cat([segment[self.rank] for segment in self.wire.segments_of(flat)])
 
-    def launch_copy(self, dtype: torch.dtype, label: str, chunk: Tensor | None = None) -> tuple[Tensor, Work]:
-        """Launch the gather of a full copy (W * C,) of the shard, or of another `chunk` (C,), in `dtype` and the wire's order.
+    def launch_copy(self, chunk: Tensor, dtype: torch.dtype, label: str) -> tuple[Tensor, Work]:
+        """Launch the gather of a full copy (W * C,) of a chunk (C,), such as the shard, in `dtype` and the order of the wire.
 
         Traffic: this rank receives (W - 1) * C elements
         """
         full = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
-        self.local_chunk(full).copy_(self.shard if chunk is None else chunk)
+        self.local_chunk(full).copy_(chunk)
         return full, self.comm.all_gather(full, label)
 
     def gather_copy(self, dtype: torch.dtype, unit: str) -> Tensor:
         """A full copy (W * C,) of this buffer in the order of the memory, see `launch_copy`."""
-        full, work = self.launch_copy(dtype, copy_label(unit))
+        full, work = self.launch_copy(self.shard, dtype, copy_label(unit))
         work.wait()
         return self.wire.to_memory(full)
 

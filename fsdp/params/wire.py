@@ -193,7 +193,10 @@ class JointGather:
         self._sizes = [place.shape[1] for place in places]
         self._joint = places[0].new_empty(comm.size, sum(self._sizes))
         mine = self._joint[comm.rank]
-        torch.cat(own, out=mine)
+        if len(own) == 1:
+            mine.copy_(own[0])  # a rehearsal counts copies from the host
+        else:
+            torch.cat(own, out=mine)
         self._work: Work | None = comm.all_gather(self._joint.view(-1), label, mine)
         tracker.add("scratch", self._joint.numel())
 

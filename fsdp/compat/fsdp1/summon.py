@@ -117,7 +117,7 @@ def _gather_grads(flat: FlatBuffer, ref: UnitRef) -> Grads:
     for number in flat.local_params:
         if (gradient := flat.sharded_params[number].grad) is not None:
             flat.shard_view(number, mine).copy_(gradient)
-    full, work = flat.launch_copy(mine.dtype, "full value of gradients", mine)
+    full, work = flat.launch_copy(mine, mine.dtype, "full value of gradients")
     work.wait()
     found = zip(flat.sharded_params, flat.placements, anywhere, strict=True)
     return {id(parameter): placement.full_in(full) for parameter, placement, is_there in found if is_there}

@@ -186,7 +186,7 @@ class GatherOrder:
         unit.check_shards()
         with self._streams.gathering():
             for flat in flats:
-                full, work = flat.launch_copy(dtype or flat.unsharded.dtype, label)
+                full, work = flat.launch_copy(flat.shard, dtype or flat.unsharded.dtype, label)
                 self._received.append(full)
                 self._tracker.add("scratch", size_of(full))
                 self._works.append(work)
