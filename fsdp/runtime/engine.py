@@ -72,7 +72,7 @@ class Engine:
         """What a backward does in each unit."""
         self.pending_backward = PendingBackward(comms, streams.on_host, self.visits)
         self.synchronises: bool | None = True
-        """Whether a backward that begins now reduces its gradients. False under `no_sync`; None: it is refused."""
+        """Whether a backward that begins now reduces its gradients. False under `no_sync`; None: its units differ."""
         self.splits_backward = False
         """Whether a pipeline stage computes gradients of inputs and of weights apart. Unsharded parameters have the latter."""
         self.in_pipeline_step = False

@@ -138,7 +138,7 @@ class FSDPModule:
         _set_sync(_ref(self).engine)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """With replicas: from now on, sum gradients over the replicas, or keep them on this rank. See above."""
+        """With replicas: from now on, sum gradients over the replicas, or keep them: see `set_requires_gradient_sync`."""
         for ref in _refs(self, recurse):
             settings_of(ref.unit.module).all_reduces = bool(requires_all_reduce)
         _set_sync(_ref(self).engine)
