@@ -121,20 +121,19 @@ class DesyncDetector:
         self.publish(pending)
         if self.fatal is None:
             found = self.read_calls()
-            self.fatal = self._find_desync(found)
-            if self.fatal is None and is_deadlock(found, self.size):
+            fatal = self._find_desync(found)
+            if fatal is None and is_deadlock(found, self.size):
                 time.sleep(STALL_SECONDS / 4)
                 if self.read_calls() == found:  # all were read at different times, and are now known to hold at one time
                     for rank, one in found.items():
                         if one.is_restart:
                             self.peers.report_restart(rank)
-                    self.fatal = describe_deadlock(found, self.ranks)
-            if self.fatal is None:
+                    fatal = describe_deadlock(found, self.ranks)
+            if fatal is None:
                 self.peers.publish_joint_wait(pending)
-                self.fatal = self.peers.find_joint_deadlock()
-            if self.fatal is not None:
-                self.store.set("fatal", self.fatal)
-                self._count_as_known()
+                fatal = self.peers.find_joint_deadlock()
+            if fatal is not None:
+                self.store.set("fatal", fatal)
             else:
                 same = wait is not None and wait.pending[:2] == pending[:2]
                 begin = wait.begin if wait is not None and same else time.monotonic() - STALL_SECONDS
@@ -368,34 +367,35 @@ class WatchedWork:
             PeerFailed: it will never be, because a rank has ended or has abandoned the step.
             WorldError: it will never be, because the ranks disagree.
         """
-        stalled = False
         try:
-            while True:
-                if self._detector.fatal is not None and not self._work.is_completed():
-                    raise WorldError(self._detector.fatal)
-                try:
-                    self._work.wait(_STALL_SECONDS)
-                except RuntimeError as failure:
-                    if self._work.is_completed():
-                        # a peer that has read of a desync may have disconnected already
-                        self._detector.explain_failure(failure, self._describe().where)
-                        raise
-                    self._detector.diagnose_stall(self._describe())
-                    stalled = True
-                else:
-                    if stalled:
-                        self._detector.clear()
-                    return
+            if self._detector.fatal is not None and not self._work.is_completed():
+                raise WorldError(self._detector.fatal)
+            try:
+                self._work.wait(_STALL_SECONDS)
+            except RuntimeError:
+                pass  # it timed out or failed
+            else:
+                return
+            self._wait_long()
         except WorldError:
-            self._wait_until_over()
+            self._detector.peers.disconnect()
+            end = time.monotonic() + 2.0
+            while not self._work.is_completed() and time.monotonic() < end:  # the caller releases the memory that it writes to
+                time.sleep(0.01)
             raise
 
-    def _wait_until_over(self) -> None:
-        """Disconnect and wait up to 2 s for the end of the collective: the caller releases the memory that it writes to."""
-        self._detector.peers.disconnect()
-        begin = time.monotonic()
-        while not self._work.is_completed() and time.monotonic() - begin < 2.0:
-            time.sleep(0.01)
+    def _wait_long(self) -> None:
+        """Look for the reason again and again until the collective is over."""
+        while not self._work.is_completed():
+            self._detector.diagnose_stall(self._describe())
+            with suppress(RuntimeError):
+                self._work.wait(_STALL_SECONDS)
+        try:
+            self._work.wait(_STALL_SECONDS)  # raises if it failed, and not if it ended just after a time-out
+        except RuntimeError as failure:
+            self._detector.explain_failure(failure, self._describe().where)  # a peer may have disconnected because of a desync
+            raise
+        self._detector.clear()
 
 
 _STALL_SECONDS: Final = timedelta(seconds=STALL_SECONDS)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,9 +27,6 @@ class NoPeers:
     def __init__(self) -> None:
         self.waits: list[NeverDone] = []
 
-    def check_peers(self, broken: bool, where: str = "", stalled: bool = False) -> None:
-        return
-
     def disconnect(self) -> None:
         for one in self.waits:
             one.looks_until_over = 2
@@ -36,17 +34,10 @@ class NoPeers:
     def report_restart(self, rank: int) -> NoReturn:
         raise Restarted(rank)
 
-    def publish_joint_wait(self, pending: PendingCall) -> None:
+    def nothing(self, *_: Any, **__: Any) -> None:
         return
 
-    def find_joint_deadlock(self) -> None:
-        return
-
-    def end_joint_wait(self) -> None:
-        return
-
-    def end_wait_in_vain(self, why: str) -> None:
-        return
+    check_peers = publish_joint_wait = find_joint_deadlock = end_joint_wait = end_wait_in_vain = nothing
 
 
 class Restarted(fsdp.PeerFailed):
@@ -182,6 +173,12 @@ def test_after_a_disagreement_every_call_says_so() -> None:
         gathers.check_call("all_gather", "a", 64)
     with pytest.raises(fsdp.WorldError, match="The ranks disagree"):
         WatchedWork(NeverDone(detector.peers), detector, lambda: PendingCall("shard", 1, "a", "", {})).wait()
+
+
+def test_a_collective_that_ends_just_after_a_time_out_has_not_failed() -> None:
+    work = Mock(wait=Mock(side_effect=[RuntimeError("Operation timed out!"), True]))
+    WatchedWork(work, DesyncDetector(MemoryStore(), 0, range(2), NoPeers()), lambda: PendingCall("", 1, "a", "", {})).wait()
+    assert work.wait.call_count == 2
 
 
 @pytest.mark.parametrize("size", [2, 4])
