@@ -51,7 +51,7 @@ class ForwardCall:
     """One forward of one unit, while it runs."""
 
     __slots__ = (
-        *("_first_number", "captured", "cast", "entries", "gradients", "guard", "handled", "has_late_inputs", "input_nodes"),
+        *("captured", "cast", "entries", "first_number", "gradients", "guard", "handled", "has_late_inputs", "input_nodes"),
         *("nested", "path", "records", "refused", "taken", "unit"),
     )
 
@@ -60,10 +60,10 @@ class ForwardCall:
         """The number of the unit in its root."""
         self.input_nodes = tuple(dict.fromkeys([tensor.grad_fn or get_gradient_edge(tensor).node for tensor in inputs]))
         """The distinct nodes behind the inputs. For a leaf it is the node that accumulates its gradient."""
-        self._first_number = _next_number()
+        self.first_number = _next_number()
         # Autograd can leave a unit with inner units through any of those, so its inputs say nothing. It may run a node of another
         # thread before those of the unit.
-        self.has_late_inputs = any([_is_late(node, self._first_number) for node in self.input_nodes])
+        self.has_late_inputs = any([_is_late(node, self.first_number) for node in self.input_nodes])
         """Whether another thread may have made a node behind an input."""
         is_left = innermost and not self.has_late_inputs
         self.path = BackwardPath(recompute, versions, inputs, self.input_nodes if is_left else ())
@@ -90,11 +90,11 @@ class ForwardCall:
 
     def may_be_earlier(self, node: Node) -> bool:
         """Whether `node` may have been there before the call: this thread made it before, or another thread has."""
-        return node._sequence_nr() < self._first_number
+        return node._sequence_nr() < self.first_number
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the call has made the node behind `tensor`."""
-        return (node := node_behind(tensor)) is not None and not self.may_be_earlier(node)
+        return (node := node_behind(tensor, self.first_number)) is not None and not self.may_be_earlier(node)
 
     def nest_in(self, outer: "ForwardCall") -> None:
         """Become a part of `outer`: both have one path, and gradients of the inputs of either may be computed."""
@@ -355,10 +355,10 @@ class NodePrehook:
         return prehook
 
 
-def node_behind(tensor: Tensor) -> Node | None:
-    """The node that made `tensor` or, for a view, its base. None for a leaf."""
-    if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:
-        return tensor._base.grad_fn
+def node_behind(tensor: Tensor, first: int = 0) -> Node | None:
+    """The node that made `tensor` or, for a view of what node number `first` or a later one made, its base. None for a leaf."""
+    if tensor._is_view() and tensor._base is not None and (node := tensor._base.grad_fn) and node._sequence_nr() >= first:
+        return node
     return tensor.grad_fn
 
 

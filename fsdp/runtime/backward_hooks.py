@@ -80,7 +80,7 @@ class BackwardHooks(RefuseCopy):
         path = call.path
         for output in outputs:
             # an input that is returned unchanged has no node of the unit behind it
-            if (node := node_behind(output)) is not None and node not in call.input_nodes:
+            if (node := node_behind(output, call.first_number)) is not None and node not in call.input_nodes:
                 self.enter_at(node, path)
                 if output._backward_hooks:
                     self._enter_before_hooks_of(output, path)
@@ -106,7 +106,7 @@ class BackwardHooks(RefuseCopy):
         A node that was there before the call would keep the call's graph alive. So it knows the path weakly. It may be one of
         another thread that the call has made after all: then the next backward finds the path.
         """
-        node = node_behind(tensor)
+        node = node_behind(tensor, call.first_number)
         if node is None or node in call.input_nodes:
             return
         if not call.may_be_earlier(node):

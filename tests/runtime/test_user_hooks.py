@@ -198,6 +198,17 @@ def test_on_modules_and_activations(kind: str, before: bool) -> None:
     assert_mean(fsdp.simulate(RANKS, one_rank), mean_gradients(ON_MODULES[kind]))
 
 
+@pytest.mark.parametrize("method", ["register_forward_pre_hook", "register_forward_hook"])
+@on_ranks(RANKS)
+def test_on_a_module_inside_a_unit_on_one_rank_alone_add_no_gather(rank: int, method: str) -> None:
+    """They see the input of the unit, a view of what was made before it. Ranks that gather otherwise get an error."""
+    parts = nn.Linear(4, 6), nn.Unflatten(1, (2, 3)), nn.Sequential(nn.Identity(), nn.Linear(3, 3))
+    model = fsdp.fully_shard(nn.Sequential(*parts), auto_wrap_policy={nn.Sequential})
+    if rank == 0:
+        getattr(parts[2][0], method)(lambda *_: None)
+    model(torch.randn(2, 4)).sum().backward()
+
+
 class Stop(Exception):
     """Raised inside a forward."""
 

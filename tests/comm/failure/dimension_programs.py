@@ -398,23 +398,12 @@ LATE: Final = STAGES[3]
 """The other stage has reduced its gradients already."""
 
 
-def disagrees() -> tuple[Told, float]:
-    """One rank wraps with another option."""
+def wraps_otherwise(**options: Any) -> tuple[Told, float]:
+    """One rank wraps with other options, or does not parallelise its modules."""
     mesh = make_mesh()
     begin = time.monotonic()
     try:
-        distribute(mesh, sharding_strategy="SHARD_GRAD_OP" if dist.get_rank() == 3 else "FULL_SHARD")
-    except fsdp.ShardingError as error:
-        return told(error), time.monotonic() - begin
-    raise AssertionError("nobody was refused")
-
-
-def leaves_parallel_out() -> tuple[Told, float]:
-    """One rank does not parallelise its modules."""
-    mesh = make_mesh()
-    begin = time.monotonic()
-    try:
-        distribute(mesh, parallel=dist.get_rank() != 3)
+        distribute(mesh, **(options if dist.get_rank() == 3 else {}))
     except (fsdp.ShardingError, fsdp.WorldError) as error:
         return told(error), time.monotonic() - begin
     raise AssertionError("nobody was refused")
@@ -523,8 +512,8 @@ PROGRAMS: Final[dict[str, Callable[[], Any]]] = {
     "stages receive": stages_receive,
     "stage late": lambda: stage_fails(*LATE),
     "stage killed": lambda: stage_fails("forward", 3, 2, lambda: (mark_time(), os.kill(os.getpid(), signal.SIGKILL))),
-    "disagrees": disagrees,
-    "leaves out": leaves_parallel_out,
+    "disagrees": lambda: wraps_otherwise(sharding_strategy="SHARD_GRAD_OP"),
+    "leaves out": lambda: wraps_otherwise(parallel=False),
     "crosses": lambda: told_in_the_third_step(crosses),
     "fails twice": fails_twice,
     "evaluates alone": lambda: told_after_a_step(evaluates_alone),
