@@ -59,6 +59,8 @@ class ShardedRun:
         for name, parameter in self.hooked.items():
             # the model must not lead back to the losses: a graph with a checkpoint leads to the model, and no collector sees it
             parameter.register_post_accumulate_grad_hook(lambda parameter, name=name, calls=self.hook_calls: calls.update([name]))
+        for module in self.model.modules() if rank % 2 else ():
+            module.register_forward_hook(lambda *_: None)  # a log of some ranks alone: all must call the same collectives
 
     def run(self, program: Program) -> list[Seen]:
         seen = [self.see(Seen())]

@@ -310,15 +310,13 @@ class Group(nn.Module):
             self.own = nn.Parameter(torch.zeros(width))
 
     def _through(self, parts: tuple[int, ...], x: Tensor, how: How) -> tuple[Tensor, Tensor | None]:
-        main, aux = x, None
-        if self.spec.own:
-            main = main * self.own
+        main, aux = x * self.own if self.spec.own else x, None
         if self.spec.reads is not None:
             weight = getattr(self.parts[self.spec.reads], str(first_parameter(self.spec.parts[self.spec.reads])))
             square = weight.shape == (main.shape[1],) * 2
             main = main + torch.tanh(F.linear(main, weight)) if square else main * (1.0 + 0.1 * weight.sum())
         for part in parts:
-            main, aux = split(self.parts[part](main, how))
+            main, aux = split(self.parts[part](main.view_as(main) if part % 2 else main, how))
         return main, aux
 
     def _call(self, call: CallSpec, x: Tensor, how: How) -> Tensor:
