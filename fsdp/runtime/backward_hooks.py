@@ -111,7 +111,7 @@ class BackwardHooks(RefuseCopy):
             return
         if not call.may_be_earlier(node):
             call.entries.append(weakref.ref(self.enter_at(node, call.path)))
-        elif id(self) not in (prehook := NodePrehook.of(node)).watched_by:
+        elif call.records and id(self) not in (prehook := NodePrehook.of(node)).watched_by:
             prehook.reach(weakref.ref(call.path), self._pre_backward)
             self.visit.latest = call.path
 

@@ -4,7 +4,7 @@ Hooks on modules and on activations see what this rank computes, so they are com
 `docs/reference/hooks.md` is the table.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.nn.modules import module as global_hooks
 
 import fsdp
+from tests.patterns import checkpointing as ways
 from tests.support.models import Block, Net, gradients_of, join_all, loss_of
 from tests.support.ranks import on_ranks
 
@@ -198,14 +199,14 @@ def test_on_modules_and_activations(kind: str, before: bool) -> None:
     assert_mean(fsdp.simulate(RANKS, one_rank), mean_gradients(ON_MODULES[kind]))
 
 
-@pytest.mark.parametrize("method", ["register_forward_pre_hook", "register_forward_hook"])
+@pytest.mark.parametrize("parts", [(partial(ways.Ways, ways.nested, True),), (partial(nn.Unflatten, 1, (1, 4)), partial(ways.Block, 4))])
 @on_ranks(RANKS)
-def test_on_a_module_inside_a_unit_on_one_rank_alone_add_no_gather(rank: int, method: str) -> None:
-    """They see the input of the unit, a view of what was made before it. Ranks that gather otherwise get an error."""
-    parts = nn.Linear(4, 6), nn.Unflatten(1, (2, 3)), nn.Sequential(nn.Identity(), nn.Linear(3, 3))
-    model = fsdp.fully_shard(nn.Sequential(*parts), auto_wrap_policy={nn.Sequential})
-    if rank == 0:
-        getattr(parts[2][0], method)(lambda *_: None)
+def test_on_one_rank_alone_add_no_gather(rank: int, parts: Sequence[Callable[[], nn.Module]]) -> None:
+    """They see inputs of a checkpoint inside another one, or a view. Ranks that gather otherwise get an error."""
+    model = nn.Sequential(nn.Linear(4, 4), *[make() for make in parts])
+    fsdp.fully_shard(model, auto_wrap_policy={ways.Block})
+    for module in model.modules() if rank == 0 else ():
+        module.register_forward_hook(lambda *_: None)
     model(torch.randn(2, 4)).sum().backward()
 
 

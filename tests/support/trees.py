@@ -337,8 +337,7 @@ class Group(nn.Module):
             if not call.optional or how.takes(number):
                 x = torch.tanh(self._call(call, x, how))
                 first = x if first is None else first
-        tail = getattr(self, ROOT_OWN, None)
-        if tail is not None:
+        if (tail := getattr(self, ROOT_OWN, None)) is not None:
             x, first = x * tail, None if first is None else first * tail
         if self.spec.trap == "out":
             x = _Trap.apply(x, self.faults, self.path)
