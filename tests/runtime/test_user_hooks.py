@@ -4,7 +4,7 @@ Hooks on modules and on activations see what this rank computes, so they are com
 `docs/reference/hooks.md` is the table.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
@@ -199,11 +199,11 @@ def test_on_modules_and_activations(kind: str, before: bool) -> None:
     assert_mean(fsdp.simulate(RANKS, one_rank), mean_gradients(ON_MODULES[kind]))
 
 
-@pytest.mark.parametrize("parts", [(partial(ways.Ways, ways.nested, True),), (partial(nn.Unflatten, 1, (1, 4)), partial(ways.Block, 4))])
+@pytest.mark.parametrize("parts", [lambda: [ways.Ways(ways.nested, True)], lambda: [nn.Unflatten(1, (1, 4)), ways.Block(4)]])
 @on_ranks(RANKS)
-def test_on_one_rank_alone_add_no_gather(rank: int, parts: Sequence[Callable[[], nn.Module]]) -> None:
+def test_on_one_rank_alone_add_no_gather(rank: int, parts: Callable[[], list[nn.Module]]) -> None:
     """They see inputs of a checkpoint inside another one, or a view. Ranks that gather otherwise get an error."""
-    model = nn.Sequential(nn.Linear(4, 4), *[make() for make in parts])
+    model = nn.Sequential(nn.Linear(4, 4), *parts())
     fsdp.fully_shard(model, auto_wrap_policy={ways.Block})
     for module in model.modules() if rank == 0 else ():
         module.register_forward_hook(lambda *_: None)
