@@ -8,9 +8,11 @@ python -m tools.soak uneven --seed 1234                  the programs of random 
 python -m tools.soak acts --seed 1234                    moves of training and acts of a user between them, at every moment
 python -m tools.soak dimensions --programs 200           plans of tensor and of expert parallelism, one of each for a seed
 python -m tools.soak accelerator --seed 1234             programs on the pretend accelerator, with the bits of the host
+python -m tools.soak slow --seed 1234                    four processes over gloo that are only slow: nobody is told of a failure
 python -m tools.soak faults --seed 7 --first 1234        begins with fault 1234 of that run
 python -m tools.soak RANK FOLDER SECONDS SEED FIRST      is one of the four processes of faults
 python -m tools.soak RANK FOLDER SECONDS SEED paths      is one of the three of paths-gloo
+python -m tools.soak RANK FOLDER SECONDS SEED slow       is one of the four of slow
 
 It says what it did about once a minute, with the seeds, and ends with an error if a number is wrong, something is left behind, or
 somebody hangs.
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 SIZE: Final = 4
 PATHS: Final = "paths"
 PATHS_SIZE: Final = 3
+SLOW: Final = "slow"
 HANGS: Final = 180
 """Seconds after which a fault, or a batch of programs, that is not over is a hang."""
 BATCH: Final = 50
@@ -271,6 +274,31 @@ def paths_of_rank(rank: int, folder: Path, seconds: float, seed: int) -> None:
     dist.destroy_process_group()
 
 
+def slow_rank(rank: int, folder: Path, seconds: float, seed: int) -> None:
+    """One of four processes that sleep at random."""
+    from tools import slow_ranks
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    done, begin, speaker, go_on = 0, time.monotonic(), Speaker(), torch.ones(1)
+    with slow_ranks.looking_soon(SIZE, rank, folder):
+        while go_on:
+            faulthandler.dump_traceback_later(HANGS, exit=True)
+            try:
+                slow_ranks.play(done, seed, folder)
+            except BaseException:
+                print(f"rank {rank}: program {done} failed with --seed {seed}", flush=True)
+                raise
+            done += 1
+            if rank == 0:
+                speaker.say(f"{done} programs of slow ranks, seed {seed}")
+            go_on.fill_(time.monotonic() - begin < seconds)
+            dist.broadcast(go_on, 0)
+    faulthandler.cancel_dump_traceback_later()
+    if rank == 0:
+        print(f"{done} programs of slow ranks, seed {seed}; at last {held_now()}", flush=True)
+
+
 def batch_of(check: Callable[..., None], number: int, own_calls: bool = False) -> int:
     """Draw a batch from one seed; return how many programs were right."""
     import hypothesis
@@ -385,7 +413,7 @@ ONE_PROCESS: Final[dict[str, Callable[[float, int, int], None]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("both", "faults", "paths-gloo", *ONE_PROCESS), default="both")
+    parser.add_argument("what", nargs="?", choices=("both", "faults", "paths-gloo", SLOW, *ONE_PROCESS), default="both")
     parser.add_argument("--seconds", type=float, default=60.0, help="go on for so long")
     parser.add_argument("--programs", type=int, default=0, help="and until there were so many programs")
     parser.add_argument("--seed", type=int, default=1, help="of the faults, and of the first batch of programs")
@@ -397,6 +425,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if asked.what == "paths-gloo":
             ranks = start_ranks(PATHS_SIZE, folder, asked.seconds, asked.seed, PATHS)
+        elif asked.what == SLOW:
+            ranks = start_ranks(SIZE, folder, asked.seconds, asked.seed, SLOW)
         else:
             ranks = start_ranks(SIZE, folder, asked.seconds, asked.seed, asked.first)
         try:
@@ -413,8 +443,9 @@ if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if os.environ.get("PYTHONMALLOC") != "malloc":  # Python's own blocks shall be counted as well
         os.execve(sys.executable, sys.orig_argv, {**os.environ, "PYTHONMALLOC": "malloc"})
-    if len(sys.argv) == 6 and sys.argv[5] == PATHS:
-        paths_of_rank(int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))
+    if len(sys.argv) == 6 and sys.argv[5] in (PATHS, SLOW):
+        one_rank = paths_of_rank if sys.argv[5] == PATHS else slow_rank
+        one_rank(int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))
     elif len(sys.argv) == 6 and sys.argv[1].isdecimal():
         faults_of_rank(int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
     else:
