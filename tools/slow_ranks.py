@@ -115,18 +115,16 @@ PROGRAMS: Final = (save_and_load, use_replicas, use_tensor_parallelism, use_expe
 
 
 @contextmanager
-def looking_soon(size: int, rank: int, folder: Path) -> Iterator[None]:
-    """Make this process one of the ranks, which look soon for the reason of a wait."""
+def playing(number: int, seed: int, size: int, rank: int, folder: Path) -> Iterator[None]:
+    """Play one program, which is the same on every rank. The process groups that it made end with the context."""
     stalls._SECONDS = STALL  # type: ignore[misc]
     stalls.look_soon()
-    store = dist.FileStore(str(folder / "store"), size)
+    store = dist.FileStore(str(folder / f"store {number}"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    dimensions._made.append(dimensions.make_mesh())
-    yield
-    dist.destroy_process_group()
-
-
-def play(number: int, seed: int, folder: Path) -> None:
-    """Run one program, which is the same on every rank."""
+    dimensions._made[:] = [dimensions.make_mesh()]
     program = random.Random(f"{seed}/{number}").choice(PROGRAMS)
-    program(Slow(f"{seed}/{number}/{dist.get_rank()}"), folder / f"{number}")
+    program(Slow(f"{seed}/{number}/{rank}"), folder / f"{number}")
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+    dimensions._made.clear()

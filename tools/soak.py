@@ -281,19 +281,18 @@ def slow_rank(rank: int, folder: Path, seconds: float, seed: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     done, begin, speaker, go_on = 0, time.monotonic(), Speaker(), torch.ones(1)
-    with slow_ranks.looking_soon(SIZE, rank, folder):
-        while go_on:
-            faulthandler.dump_traceback_later(HANGS, exit=True)
-            try:
-                slow_ranks.play(done, seed, folder)
-            except BaseException:
-                print(f"rank {rank}: program {done} failed with --seed {seed}", flush=True)
-                raise
-            done += 1
-            if rank == 0:
-                speaker.say(f"{done} programs of slow ranks, seed {seed}")
-            go_on.fill_(time.monotonic() - begin < seconds)
-            dist.broadcast(go_on, 0)
+    while go_on:
+        faulthandler.dump_traceback_later(HANGS, exit=True)
+        try:
+            with slow_ranks.playing(done, seed, SIZE, rank, folder):
+                go_on.fill_(time.monotonic() - begin < seconds)
+                dist.broadcast(go_on, 0)
+        except BaseException:
+            print(f"rank {rank}: program {done} failed with --seed {seed}", flush=True)
+            raise
+        done += 1
+        if rank == 0:
+            speaker.say(f"{done} programs of slow ranks, seed {seed}")
     faulthandler.cancel_dump_traceback_later()
     if rank == 0:
         print(f"{done} programs of slow ranks, seed {seed}; at last {held_now()}", flush=True)
