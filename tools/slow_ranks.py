@@ -5,8 +5,7 @@ Each sleeps at random moments, often for as long as ranks wait before they look 
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -114,17 +113,16 @@ def skip_blocks(slow: Slow, _: Path) -> None:
 PROGRAMS: Final = (save_and_load, use_replicas, use_tensor_parallelism, use_experts, use_pipeline, skip_blocks)
 
 
-@contextmanager
-def playing(number: int, seed: int, size: int, rank: int, folder: Path) -> Iterator[None]:
-    """Play one program, which is the same on every rank. The process groups that it made end with the context."""
+def play(number: int, size: int, rank: int, folder: Path) -> None:
+    """Play one program, which is the same on every rank. The process groups of the program before it end first."""
     stalls._SECONDS = STALL  # type: ignore[misc]
     stalls.look_soon()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+        dimensions._made.clear()
     store = dist.FileStore(str(folder / f"store {number}"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    dimensions._made[:] = [dimensions.make_mesh()]
-    program = random.Random(f"{seed}/{number}").choice(PROGRAMS)
-    program(Slow(f"{seed}/{number}/{rank}"), folder / f"{number}")
-    yield
-    dist.barrier()
-    dist.destroy_process_group()
-    dimensions._made.clear()
+    dimensions._made.append(dimensions.make_mesh())
+    program = random.Random(number).choice(PROGRAMS)
+    program(Slow(f"{number}/{rank}"), folder / f"{number}")

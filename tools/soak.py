@@ -249,53 +249,44 @@ def paths_of_rank(rank: int, folder: Path, seconds: float, seed: int) -> None:
     """One of three processes: programs of which each rank draws its own path, under every option in turn."""
     from tests.support.paths import OPTIONS, assert_alike, draw_program, plain, sharded
 
-    torch.set_num_threads(1)
+    def play(number: int) -> None:
+        program = draw_program(number, PATHS_SIZE)
+        wanted, weights = plain(program, PATHS_SIZE)
+        assert_alike(sharded(rank, program, **OPTIONS[number % len(OPTIONS)]), (wanted[rank], weights))
+
     store = dist.FileStore(str(folder / "store"), PATHS_SIZE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PATHS_SIZE, timeout=timedelta(seconds=HANGS))
-    done, begin, speaker, go_on = 0, time.monotonic(), Speaker(), torch.ones(1)
-    while go_on:
-        faulthandler.dump_traceback_later(HANGS, exit=True)
-        number = seed + done
-        program = draw_program(number, PATHS_SIZE)
-        try:
-            wanted, weights = plain(program, PATHS_SIZE)
-            assert_alike(sharded(rank, program, **OPTIONS[number % len(OPTIONS)]), (wanted[rank], weights))
-        except BaseException:
-            print(f"rank {rank}: failed with --seed {number}", flush=True)
-            raise
-        done += 1
-        if rank == 0:
-            speaker.say(f"{done} programs of paths over gloo from seed {seed}")
-        go_on.fill_(time.monotonic() - begin < seconds)
-        dist.broadcast(go_on, 0)
-    faulthandler.cancel_dump_traceback_later()
-    if rank == 0:
-        print(f"{done} programs of paths over gloo, from seed {seed}; at last {held_now()}", flush=True)
-    dist.destroy_process_group()
+    together(rank, seconds, seed, "programs of paths over gloo", play)
 
 
 def slow_rank(rank: int, folder: Path, seconds: float, seed: int) -> None:
     """One of four processes that sleep at random."""
     from tools import slow_ranks
 
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    done, begin, speaker, go_on = 0, time.monotonic(), Speaker(), torch.ones(1)
+    together(rank, seconds, seed, "programs of slow ranks", lambda number: slow_ranks.play(number, SIZE, rank, folder))
+
+
+def together(rank: int, seconds: float, seed: int, what: str, play: Callable[[int], None]) -> None:
+    """Play programs on several processes, as long as rank 0 has time. The seeds count up."""
+    torch.set_num_threads(1)
+    number, begin, speaker, go_on = seed, time.monotonic(), Speaker(), torch.ones(1)
     while go_on:
         faulthandler.dump_traceback_later(HANGS, exit=True)
         try:
-            with slow_ranks.playing(done, seed, SIZE, rank, folder):
-                go_on.fill_(time.monotonic() - begin < seconds)
-                dist.broadcast(go_on, 0)
+            play(number)
         except BaseException:
-            print(f"rank {rank}: program {done} failed with --seed {seed}", flush=True)
+            print(f"rank {rank}: failed with --seed {number}", flush=True)
             raise
-        done += 1
+        number += 1
         if rank == 0:
-            speaker.say(f"{done} programs of slow ranks, seed {seed}")
+            speaker.say(f"{number - seed} {what} from seed {seed}")
+        go_on.fill_(time.monotonic() - begin < seconds)
+        dist.broadcast(go_on, 0)
     faulthandler.cancel_dump_traceback_later()
     if rank == 0:
-        print(f"{done} programs of slow ranks, seed {seed}; at last {held_now()}", flush=True)
+        print(f"{number - seed} {what}, from seed {seed}; at last {held_now()}", flush=True)
+    dist.destroy_process_group()
 
 
 def batch_of(check: Callable[..., None], number: int, own_calls: bool = False) -> int:

@@ -103,8 +103,8 @@ class BackwardHooks(RefuseCopy):
     def enter_side(self, tensor: Tensor, call: ForwardCall) -> None:
         """Enter `call` when autograd reaches the node behind `tensor`, which hooks of the user saw, or which is an attribute.
 
-        A node that was there before the call would keep the call's graph alive. So it knows the path weakly. It may be one of
-        another thread that the call has made after all: then the next backward finds the path.
+        A node that was there before the call would keep the call's graph alive. So it knows the path weakly, and not at all if
+        the call makes no graph. Another thread may have made it in the call after all: then the next backward finds the path.
         """
         node = node_behind(tensor, call.first_number)
         if node is None or node in call.input_nodes:
